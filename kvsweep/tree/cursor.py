@@ -1,0 +1,144 @@
+"""Snapshot: an incremental walk over a linked radix tree that copies references, slice by slice."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+
+
+class Spans:
+    """References to the slots of some tree nodes: parallel lists, one entry a span.
+
+    Parallel lists, not a list of objects: a new GC-tracked object per node made Python's cyclic collector run
+    while the gate was held, for up to 240 ms (DESIGN section 4).
+
+    Attributes:
+        nodes: the node the span was read from (opaque; for settling and for findings).
+        values: int tensor [n] of slots, n > 0, never written again by the engine.
+        starts: position of the first slot.
+        prev_values: the parent's value, whose last element is the slot before the span; None where there is no
+            such slot: the span starts at the root (starts[i] == 0) or its parent has no device slots.
+        keys: the engine's key object of the node, len(key) == n.
+        swa_resident: False where the node is tombstoned in the sliding-window pool.
+        num_slots: sum of the lengths.
+        skipped: slots passed over, by reason.
+    """
+
+    __slots__ = ("keys", "nodes", "num_slots", "prev_values", "skipped", "starts", "swa_resident", "values")
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.values: list[torch.Tensor] = []
+        self.starts: list[int] = []
+        self.prev_values: list[torch.Tensor | None] = []
+        self.keys: list[Any] = []
+        self.swa_resident: list[bool] = []
+        self.num_slots = 0
+        self.skipped: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class NodeReader(Protocol):
+    """How `NodeCursor` reads one kind of node. Nodes have `children` (dict of nodes) and `parent`."""
+
+    def root(self) -> Any: ...
+
+    def value(self, node: Any) -> torch.Tensor | None:
+        """The node's device slots; None if it has none: evicted to the host, or the root."""
+
+    def key(self, node: Any) -> Any:
+        """The node's key object, len(key) = tokens of the node."""
+
+    def locked(self, node: Any) -> bool: ...
+
+    def swa_resident(self, node: Any) -> bool: ...
+
+    def attached(self, node: Any) -> bool:
+        """False once the node was removed from its parent. Only leaves are ever removed, or the whole tree."""
+
+
+class NodeCursor:
+    """Depth-first walk that stays right while the scheduler splits, inserts and evicts between slices.
+
+    Why it misses nothing (promise I1): what a node *ends* with never changes while it lives, since a split
+    gives the front of a node to a new parent and the node itself keeps its tail and its children. So the end
+    depth noted for a parent stays true, and the nodes that appeared between it and a child on the stack are
+    exactly the fronts split off that child since: they are walked with the child. A node that was split after
+    its visit had its front in the value already copied.
+    """
+
+    def __init__(
+        self, reader: NodeReader, *, unlocked_only: bool = False, swa_resident_only: bool = False
+    ) -> None:
+        self._read = reader
+        self._unlocked_only = unlocked_only
+        self._swa_resident_only = swa_resident_only
+        self._root = reader.root()
+        # The stack, as parallel lists: a node, the node it was pushed under, and where that one ended.
+        self._nodes: list[Any] = []
+        self._parents: list[Any] = []
+        self._starts: list[int] = []
+        self._push_children(self._root, 0)
+
+    def advance(self, spans: Spans, max_slots: int, deadline_ns: int) -> bool:
+        """See `Cursor.advance`; O(1) Python steps a node, none of them touching a tensor's data."""
+        attached = self._read.attached
+        if (
+            self._read.root() is not self._root
+        ):  # the tree was reset: nothing it held for the whole pass is left
+            self._nodes.clear()
+        while self._nodes:
+            node, parent, start = self._nodes.pop(), self._parents.pop(), self._starts.pop()
+            if attached(node):
+                if node.parent is parent:
+                    end = self._visit(node, start, spans)
+                else:  # split since it was pushed
+                    end = self._visit_with_fronts(node, parent, start, spans)
+                self._push_children(node, end)
+            if spans.num_slots >= max_slots or time.perf_counter_ns() >= deadline_ns:
+                break
+        return not self._nodes
+
+    def _visit_with_fronts(self, node: Any, ancestor: Any, start: int, spans: Spans) -> int:
+        """Visit the fronts that splits have put between `ancestor` and `node`, then `node`; its end depth."""
+        chain = [node]
+        while chain[-1].parent is not ancestor:
+            chain.append(chain[-1].parent)
+        for part in reversed(chain):
+            start = self._visit(part, start, spans)
+        return start
+
+    def _visit(self, node: Any, start: int, spans: Spans) -> int:
+        """Copy one node's references unless a filter skips it; its end depth."""
+        read = self._read
+        key, value = read.key(node), read.value(node)
+        size = len(key)
+        if value is None:
+            spans.skipped["host_evicted"] += size
+        elif self._unlocked_only and read.locked(node):
+            spans.skipped["locked"] += size
+        elif self._swa_resident_only and not read.swa_resident(node):
+            spans.skipped["tombstone"] += size
+        elif size:
+            parent = node.parent
+            spans.nodes.append(node)
+            spans.values.append(value)
+            spans.starts.append(start)
+            # Read from the parent now, not when the node was pushed: its slots may have been replaced since.
+            spans.prev_values.append(read.value(parent))
+            spans.keys.append(key)
+            spans.swa_resident.append(read.swa_resident(node))
+            spans.num_slots += size
+        return start + size
+
+    def _push_children(self, node: Any, end: int) -> None:
+        children = node.children
+        if children:
+            self._nodes.extend(children.values())
+            self._parents.extend([node] * len(children))
+            self._starts.extend([end] * len(children))
