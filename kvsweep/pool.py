@@ -71,9 +71,7 @@ class Segment:
             ValueError: if one slot's row is not contiguous in memory.
         """
         if tensor.dim() < 2 or not tensor[0].is_contiguous():
-            raise ValueError(
-                f"segment {name}: expected [slots, ...] with contiguous rows, got {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"segment {name}: expected [slots, ...] with contiguous rows, got {tuple(tensor.shape)}")
         return cls(name=name, tensor=tensor, row_bytes=tensor[0].numel() * tensor.element_size())
 
     @property

@@ -72,9 +72,7 @@ class NodeCursor:
     its visit had its front in the value already copied.
     """
 
-    def __init__(
-        self, reader: NodeReader, *, unlocked_only: bool = False, swa_resident_only: bool = False
-    ) -> None:
+    def __init__(self, reader: NodeReader, *, unlocked_only: bool = False, swa_resident_only: bool = False) -> None:
         self._read = reader
         self._unlocked_only = unlocked_only
         self._swa_resident_only = swa_resident_only
@@ -88,9 +86,7 @@ class NodeCursor:
     def advance(self, spans: Spans, max_slots: int, deadline_ns: int) -> bool:
         """See `Cursor.advance`; O(1) Python steps a node, none of them touching a tensor's data."""
         attached = self._read.attached
-        if (
-            self._read.root() is not self._root
-        ):  # the tree was reset: nothing it held for the whole pass is left
+        if self._read.root() is not self._root:  # the tree was reset: nothing it held for the whole pass is left
             self._nodes.clear()
         while self._nodes:
             node, parent, start = self._nodes.pop(), self._parents.pop(), self._starts.pop()

@@ -130,9 +130,7 @@ class Verifier(Protocol):
         Compares stamps with the chunk and sealed fingerprints with what was read. Commits nothing.
         """
 
-    def settle(
-        self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
-    ) -> Settled:
+    def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
         """After the drain: drop rows that are not `alive` (bool [n]); with `seal`, commit candidates and seals."""
 
     def fingerprinted(self) -> int:
