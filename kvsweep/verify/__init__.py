@@ -22,7 +22,7 @@ class Chunk:
     """Rows of one pool for one launch: int64 tensors of shape [n] on the pool's device.
 
     Attributes:
-        slots: slot in the pool's own numbering, > 0.
+        slots: slot in the pool's own numbering; 0 = skip this row (an evicted window slot, an index out of range).
         positions: token index from the root.
         prev_slots: slot of the position before, own numbering; -1 at the root, 0 = unknown (chain not tested).
         tokens: token the tree's key holds for this position; -1 where unknown (token not tested).
@@ -39,8 +39,8 @@ class Chunk:
     def __len__(self) -> int:
         return self.slots.numel()
 
-    def rows(self, index: torch.Tensor) -> Chunk:
-        """The chunk of these rows only (int64 index tensor [m])."""
+    def rows(self, index: torch.Tensor | slice) -> Chunk:
+        """The chunk of these rows only (a slice, or an int64 index tensor [m])."""
         return replace(self, **{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
 
 

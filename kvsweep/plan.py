@@ -1,0 +1,109 @@
+"""Plans: spans of the tree become the flat arrays of one launch, vectorised, on the pool's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvsweep.pool import KVPool, PoolKind
+from kvsweep.tree import PrefixTree, Spans
+from kvsweep.verify import Chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A chunk and where its rows come from.
+
+    Attributes:
+        pool: the pool the rows belong to.
+        chunk: what the verifier reads.
+        tree_slots: int64 [n], the tree's slot of each row (= chunk.slots except in an SWA pool, or where a row is
+            skipped); 0 where the tree's own index lies outside the pool.
+        tree_prev_slots: int64 [n], likewise for the slot before; <= 0 where there is none.
+        spans: the spans the rows came from.
+        span_of: int64 [n] in host memory, index into `spans` of each row.
+        positions: int64 [n] in host memory.
+    """
+
+    pool: KVPool
+    chunk: Chunk
+    tree_slots: torch.Tensor
+    tree_prev_slots: torch.Tensor
+    spans: Spans
+    span_of: np.ndarray
+    positions: np.ndarray
+
+
+def plan_chunks(spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, chunk_slots: int) -> list[Plan]:
+    """Plans of at most `chunk_slots` rows that cover every slot of `spans` held in `pool`.
+
+    Spans that are tombstoned in an SWA pool are left out. A row whose index lies outside the pool (the light
+    pass reports those), or whose window slot was evicted, keeps its place with slot 0, which the backends skip:
+    leaving it out would need its number, and with it a wait for the device.
+
+    Args:
+        tree_slots: number of slots the tree's own indices may reach (`num_slots` of the FULL pool).
+    """
+    use = [i for i in range(len(spans)) if pool.kind is not PoolKind.SWA or spans.swa_resident[i]]
+    if not use:
+        return []
+    lengths = np.array([spans.values[i].numel() for i in use])
+    starts = np.array([spans.starts[i] for i in use])
+    firsts = np.cumsum(lengths) - lengths  # row at which each span begins
+    rows = int(lengths.sum())
+    span_of = np.repeat(np.array(use), lengths)
+    positions = np.arange(rows) - np.repeat(firsts - starts, lengths)
+    tokens = np.concatenate([tree.tokens(spans.keys[i]) for i in use])
+    next_tokens = np.roll(tokens, -1)
+    next_tokens[firsts + lengths - 1] = -1
+
+    device = pool.device
+    slots = torch.cat([spans.values[i] for i in use]).to(device, torch.int64)
+    prevs = torch.roll(slots, 1)
+    prevs[_to(firsts, device)] = _slots_before(spans, use, device)
+    slots = torch.where((slots > 0) & (slots < tree_slots), slots, 0)
+    prevs = torch.where((prevs >= -1) & (prevs < tree_slots), prevs, 0)
+    pool_slots, pool_prevs = slots, prevs
+    if pool.slot_map is not None:
+        pool_slots = pool.slot_map[slots].to(torch.int64)
+        pool_prevs = torch.where(prevs > 0, pool.slot_map[prevs.clamp(min=0)].to(torch.int64), prevs)
+        pool_slots = torch.where((pool_slots > 0) & (pool_slots < pool.num_slots), pool_slots, 0)
+        pool_prevs = torch.where(pool_prevs < pool.num_slots, pool_prevs, 0)
+
+    chunk = Chunk(
+        slots=pool_slots,
+        positions=_to(positions, device),
+        prev_slots=pool_prevs,
+        tokens=_to(tokens, device),
+        next_tokens=_to(next_tokens, device),
+    )
+    parts = [slice(first, min(first + chunk_slots, rows)) for first in range(0, rows, chunk_slots)]
+    return [
+        Plan(
+            pool=pool,
+            chunk=chunk.rows(part),
+            tree_slots=slots[part],
+            tree_prev_slots=prevs[part],
+            spans=spans,
+            span_of=span_of[part],
+            positions=positions[part],
+        )
+        for part in parts
+    ]
+
+
+def _slots_before(spans: Spans, use: list[int], device: torch.device) -> torch.Tensor:
+    """int64 [spans]: the slot before each span: -1 at the root, 0 where the parent has no device slots."""
+    before = np.array([-1 if spans.starts[i] == 0 else 0 for i in use])
+    known = [k for k, i in enumerate(use) if spans.prev_values[i] is not None and spans.starts[i] > 0]
+    out = _to(before, device)
+    if known:
+        lasts = torch.cat([spans.prev_values[use[k]][-1:] for k in known])  # type: ignore[index]
+        out[_to(np.array(known), device)] = lasts.to(device, torch.int64)
+    return out
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device, non_blocking=True)
