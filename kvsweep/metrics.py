@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric  # noqa: F401 (Gauge: below, quoted)
     from prometheus_client.metrics import MetricWrapperBase
 
 LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank")
