@@ -42,9 +42,11 @@ class Engine(Protocol):
     """
 
     name: str
-    tree: PrefixTree
     gate: Gate
     journal: FreeJournal
+
+    @property
+    def tree(self) -> PrefixTree: ...
 
     @property
     def labels(self) -> Mapping[str, str]:
