@@ -55,7 +55,8 @@ svg { display: block; width: 100%; height: 84px; } .deep { fill: var(--deep); } 
 .hit { fill: var(--bad); } .cut { fill: none; stroke: var(--idle); stroke-dasharray: 3 2; }
 .base { stroke: var(--line); }
 .key { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
-.key + .key, .legend span { margin-left: 14px; } svg.key { display: inline; height: 11px; vertical-align: -1px; }
+.legend span { margin-right: 14px; } time { white-space: nowrap; }
+svg.key { display: inline; height: 11px; vertical-align: -1px; }
 """
 
 SCRIPT = """
@@ -215,21 +216,21 @@ def _strip(history: Sequence[Mapping[str, Any]]) -> str:
     longest = max(max(entry["duration_s"] for entry in shown), 1e-9)
     bars = []
     for index, entry in enumerate(shown):
-        height = max(3.0, 62 * entry["duration_s"] / longest)
+        height = max(3.0, 58 * entry["duration_s"] / longest)
         style = entry["kind"] if entry["complete"] else "cut"
         x = 12 * index
         text = (
             f"{entry['kind']} pass {entry['number']}: {duration(entry['duration_s'])}, {entry['slots']:,} slots, "
             f"{entry['confirmed']} confirmed{'' if entry['complete'] else ', not completed'}"
         )
-        hit = f'<path class="hit" d="M{x} {66 - height:.1f}h9l-4.5 -9z"/>' if entry["confirmed"] else ""
+        hit = f'<path class="hit" d="M{x} {62 - height:.1f}h9l-4.5 7z"/>' if entry["confirmed"] else ""
         style = "hit" if entry["confirmed"] else style
         bars.append(
             f'<g><title>{escape(text)}</title><rect class="{style}" x="{x}" y="{72 - height:.1f}" '
             f'width="9" height="{height:.1f}"/>{hit}</g>'
         )
     total = sum(entry["confirmed"] for entry in shown)
-    label = f"Last {len(shown)} passes, the longest {duration(longest)}, {total} confirmed findings"
+    label = f"Last {len(shown)} passes, the longest {duration(longest)}, {count(total, 'confirmed finding')}"
     legend = "".join(
         f'<span><svg class="key" viewBox="0 0 11 11"><rect class="{style}" x="1" y="1" width="9" height="9"/></svg>'
         f"{text}</span>"

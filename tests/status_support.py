@@ -1,10 +1,17 @@
-"""A status document as `service.status()` gives it, and a small control that keeps its state in memory."""
+"""Status documents as `service.status()` gives them, a control that keeps its state in memory, a server for it."""
 
 from __future__ import annotations
 
 import copy
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
 
 from kvsweep.metrics import Metrics
 
@@ -163,3 +170,19 @@ class MemoryControl:
     def _need(self, state: str) -> None:
         if self.document["state"] != state:
             raise RuntimeError(f"the sweeper is {self.document['state']}, not {state}")
+
+
+@contextmanager
+def serve(app: ASGIApp) -> Iterator[str]:
+    """The app on a real port of 127.0.0.1; yields its base URL. The socket listens before the server runs, so the
+    first client is queued instead of refused and nobody has to wait for the start."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-http")
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
