@@ -18,6 +18,22 @@ SHOWN_FINDINGS = 50
 STRIP_PASSES = 60  # what status() remembers
 BEHIND = 2.0  # the oldest slot may be this many cycle targets old before the page says "behind"
 
+# A sweeper that failed before it saw the engine's pools knows none of this.
+UNKNOWN: dict[str, Any] = {
+    "reason": None,
+    "backend": "unknown",
+    "pass": None,
+    "passes": {"deep": 0, "light": 0},
+    "history": [],
+    "coverage": {"pools": [], "matrix": [], "uncovered": {}},
+    "budgets": {"cycle_target_s": 0.0, "throttled_s": {}},
+    "gate": {"hold_p99_us": 0.0, "hold_max_us": 0.0, "wait_p999_us": 0.0, "wait_max_us": 0.0, "entries": 0},
+    "findings": {"open": 0, "confirmed": 0, "dismissed": {}, "suppressed": 0},
+    "selftest": {"ok": None, "at": None, "detail": ""},
+    "errors": {},
+    "last_error": None,
+}
+
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --line: #dde1e7; --ink: #1b2230; --soft: #5a6474;
   --good: #13743f; --good-bg: #e3f4ea; --warn: #8a5300; --warn-bg: #fdf0d9; --bad: #b3141f; --bad-bg: #fde7e8;
@@ -96,6 +112,7 @@ HEADERS = {
 
 def render(status: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> str:
     """The whole page. `status` as /status gives it, `findings` oldest first (the newest are shown)."""
+    status = {**UNKNOWN, **status}
     tone, headline, detail = verdict(status)
     labels = status["labels"]
     name = labels.get("model_name") or status["engine"]
@@ -170,10 +187,11 @@ def _tiles(status: Mapping[str, Any]) -> str:
             f"<p>{running['slots_done']:,} of about {running['slots_total']:,} slots, "
             f"{running['rate_slots_per_s']:,.0f}/s, {duration(running['eta_s'])} left</p>"
         )
-    held = ", ".join(f"{escape(why)} {duration(s)}" for why, s in budgets["throttled_s"].items()) or "never"
+    held = ", ".join(f"{escape(why)} {duration(s)}" for why, s in budgets["throttled_s"].items() if s) or "never"
     duties = "".join(
-        f"<p>{name} {100 * budgets[key]['used']:.1f} % of a budget of {100 * budgets[key]['budget']:.1f} %</p>"
-        for name, key in (("host", "host_duty"), ("device", "device_duty"))
+        f"<p>{name} {_amount(key, budgets[key]['used'])} of a budget of {_amount(key, budgets[key]['budget'])}</p>"
+        for name, key in (("host", "host_duty"), ("device", "device_duty"), ("device", "device_bytes"))
+        if key in budgets
     )
     tiles = {
         "Pass": f"{work}<p class=soft>{passes['deep']:,} deep and {passes['light']:,} light passes completed</p>",
@@ -183,6 +201,10 @@ def _tiles(status: Mapping[str, Any]) -> str:
         "Footprint": f"{duties}<p class=soft>held back: {held}</p>",
     }
     return "".join(f"<section><h2>{escape(title)}</h2>{body}</section>" for title, body in tiles.items())
+
+
+def _amount(budget: str, value: float) -> str:
+    return f"{value / 1e9:.2f} GB/s" if budget == "device_bytes" else f"{100 * value:.1f} %"
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
@@ -217,7 +239,7 @@ def _strip(history: Sequence[Mapping[str, Any]]) -> str:
     bars = []
     for index, entry in enumerate(shown):
         height = max(3.0, 58 * entry["duration_s"] / longest)
-        style = entry["kind"] if entry["complete"] else "cut"
+        style = "cut" if not entry["complete"] else "deep" if entry["kind"] == "deep" else "light"
         x = 12 * index
         text = (
             f"{entry['kind']} pass {entry['number']}: {duration(entry['duration_s'])}, {entry['slots']:,} slots, "
@@ -289,8 +311,8 @@ def _troubles(status: Mapping[str, Any]) -> str:
     rows = [
         [
             "Suspicions",
-            f"{found['confirmed']:,} confirmed, {dismissed['stale']:,} stale (slot freed meanwhile), "
-            f"{dismissed['transient']:,} transient (second read fine)"
+            f"{found['confirmed']:,} confirmed, {dismissed.get('stale', 0):,} stale (slot freed meanwhile), "
+            f"{dismissed.get('transient', 0):,} transient (second read fine)"
             + (f"; {found['suppressed']:,} kept out of the log by its rate limit" if found["suppressed"] else ""),
         ],
         ["Self-test", f"{outcome} {moment(selftest['at'])} {escape(selftest['detail'])}"],

@@ -109,6 +109,14 @@ def test_the_verdict_says_what_is_known_in_words(state: State, tone: str, headli
     assert headline in outline.words and detail in outline.words
 
 
+def test_a_sweeper_that_never_started_has_a_page_too() -> None:
+    """I4: a bad setting leaves a failed sweeper that knows nothing but the reason; the page shows just that."""
+    known = {key: healthy()[key] for key in ("version", "engine", "labels", "started_at", "uptime_s")}
+    outline = Outline(page.render({**known, "state": "failed", "reason": "port: 70000 is out of range"}, []))
+    assert "port: 70000 is out of range" in outline.words
+    assert "No pool is known yet" in outline.words
+
+
 def test_an_open_finding_outranks_everything_but_failure() -> None:
     """I6: neither a pause nor a failed self-test may hide a corruption that is being served."""
     for state in (paused, untested, behind, stopped):
