@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,23 @@ class Plan:
     spans: Spans
     span_of: np.ndarray
     positions: np.ndarray
+
+    def rows(self, rows: list[int]) -> Plan:
+        """The plan of these rows only, keeping nothing else alive."""
+        spans, index = Spans(), torch.tensor(rows, dtype=torch.int64)
+        used, span_of = np.unique(self.span_of[index.numpy()], return_inverse=True)
+        for span in used.tolist():
+            spans.copy(self.spans, span)
+        on_device = index.to(self.pool.device)
+        return replace(
+            self,
+            chunk=self.chunk.rows(on_device),
+            tree_slots=self.tree_slots[on_device],
+            tree_prev_slots=self.tree_prev_slots[on_device],
+            spans=spans,
+            span_of=span_of.astype(np.int64),
+            positions=self.positions[index.numpy()],
+        )
 
 
 def plan_chunks(spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, chunk_slots: int) -> list[Plan]:

@@ -42,6 +42,16 @@ class Spans:
     def __len__(self) -> int:
         return len(self.values)
 
+    def copy(self, other: Spans, i: int) -> None:
+        """Append entry i of `other`."""
+        self.nodes.append(other.nodes[i])
+        self.values.append(other.values[i])
+        self.starts.append(other.starts[i])
+        self.prev_values.append(other.prev_values[i])
+        self.keys.append(other.keys[i])
+        self.swa_resident.append(other.swa_resident[i])
+        self.num_slots += other.values[i].numel()
+
 
 class NodeReader(Protocol):
     """How `NodeCursor` reads one kind of node. Nodes have `children` (dict of nodes) and `parent`."""

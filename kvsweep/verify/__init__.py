@@ -6,7 +6,8 @@ A `Verifier` owns one pool's fingerprint table and runs both kinds of check on i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -71,7 +72,8 @@ class Verdict:
     Attributes:
         suspects: mismatches, not yet settled.
         suspect_count: all mismatches, also those that did not fit.
-        verified: rows checked, by check.
+        rows_read: rows read at all (those with a slot > 0).
+        verified: rows compared with what they should hold, by check.
         bytes_read: bytes of segments and stamps read.
         fingerprints: int64 [n], what the read gave (bits of the uint64); committed by `settle`. On the pool's device.
         segment_fingerprints: int64 [n, segments], or None where per-segment fingerprints are off.
@@ -79,6 +81,7 @@ class Verdict:
 
     suspects: list[Suspect]
     suspect_count: int
+    rows_read: int
     verified: dict[str, int]
     bytes_read: int
     fingerprints: torch.Tensor
@@ -94,13 +97,14 @@ class Settled:
         stale_rows: rows that were freed meanwhile (nothing about them is known).
         newly_sealed: fingerprints that became trusted: a second read, in a later pass, agreed with the first.
         verified_rows: rows that were compared with a sealed fingerprint and whose slot survived.
+        unsettled: candidates that this read contradicted: data still landing, or a writer kvsweep does not know.
     """
 
     suspects: list[Suspect]
     stale_rows: int
     newly_sealed: int
     verified_rows: int
-    alive: torch.Tensor = field(repr=False)
+    unsettled: int = 0
 
 
 class Verifier(Protocol):
@@ -114,6 +118,9 @@ class Verifier(Protocol):
 
     pool: KVPool
     max_suspects: int
+
+    def planning(self) -> AbstractContextManager[None]:
+        """Device work of building this pool's plans runs inside this (CUDA: on the side stream, not the default)."""
 
     def mark(self, slots: torch.Tensor) -> None:
         """Put these slots in flight; `forget` takes the mark away again."""

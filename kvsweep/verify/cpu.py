@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 
 import anyio
 import numba
@@ -218,6 +219,9 @@ class CpuVerifier:
         self._by_segment = np.zeros((pool.num_slots, len(pool.segments)), np.uint64) if per_segment else None
         self._state = np.zeros(pool.num_slots, np.uint8)
 
+    def planning(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def mark(self, slots: torch.Tensor) -> None:
         index = slots.numpy()
         self._state[index[index > 0]] |= MARK
@@ -268,6 +272,7 @@ class CpuVerifier:
         return Verdict(
             suspects=suspects[: self.max_suspects],
             suspect_count=len(suspects),
+            rows_read=count,
             verified=verified,
             bytes_read=bytes_read,
             fingerprints=torch.from_numpy(total.view(np.int64)),
@@ -294,7 +299,7 @@ class CpuVerifier:
         read = verdict.fingerprints.numpy().view(np.uint64)[kept]
         state = self._state[slots]
         kind = state & KIND
-        newly_sealed = 0
+        newly_sealed = unsettled = 0
         if seal:
             this_pass = pass_number & PASS
             earlier = (kind == CANDIDATE) & ((state & PASS) != this_pass)
@@ -307,12 +312,13 @@ class CpuVerifier:
             if self._by_segment is not None and verdict.segment_fingerprints is not None:
                 self._by_segment[slots[fresh]] = verdict.segment_fingerprints.numpy().view(np.uint64)[kept][fresh]
             newly_sealed = int(sealing.sum())
+            unsettled = int(((kind == CANDIDATE) & ~agrees).sum())
         return Settled(
             suspects=[suspect for suspect in verdict.suspects if kept[suspect.row]],
             stale_rows=int((~alive.numpy()).sum()),
             newly_sealed=newly_sealed,
             verified_rows=int((kind == SEALED).sum()),
-            alive=alive,
+            unsettled=unsettled,
         )
 
     def fingerprinted(self) -> int:

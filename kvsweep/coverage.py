@@ -1,0 +1,137 @@
+"""Coverage: what was verified when, what was skipped and why, and how old the oldest unverified slot can be."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsweep.pool import KVPool
+
+
+@dataclass
+class PoolCoverage:
+    """Totals of one pool since start; `resident` and `fingerprinted` are of the last deep pass."""
+
+    resident: int = 0
+    fingerprinted: int = 0
+    verified: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    last_full_pass_at: float | None = None
+
+
+@dataclass(kw_only=True)
+class PassRecord:
+    """One pass, running or done. Times: `started` and `ended` are monotonic, `started_at` is unix seconds."""
+
+    kind: str
+    number: int
+    total: int  # estimate of the slots to be met, from the pass before
+    started: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.time)
+    ended: float | None = None
+    idle: float = 0.0  # seconds spent paused
+    slots: int = 0
+    resident: Counter[str] = field(default_factory=Counter)  # by pool
+    unreached: Counter[str] = field(default_factory=Counter)  # reachable rows that could not be verified, by pool
+    confirmed: int = 0
+    complete: bool = False
+
+    @property
+    def duration(self) -> float:
+        return (self.ended or time.monotonic()) - self.started
+
+    @property
+    def rate(self) -> float:
+        """Slots a second, paused time left out."""
+        worked = self.duration - self.idle
+        return self.slots / worked if worked > 0 else 0.0
+
+    @property
+    def progress(self) -> float:
+        if self.ended is not None:
+            return 1.0 if self.complete else 0.0
+        return min(self.slots / self.total, 0.999) if self.total else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """For `history` in the status."""
+        return {
+            "kind": self.kind,
+            "number": self.number,
+            "started_at": self.started_at,
+            "duration_s": round(self.duration, 6),
+            "slots": self.slots,
+            "confirmed": self.confirmed,
+            "complete": self.complete,
+        }
+
+
+class Coverage:
+    """What the sweeper can honestly say it has looked at (promise I6)."""
+
+    def __init__(self, pools: Iterable[KVPool], *, fingerprints: bool) -> None:
+        self.pools: dict[str, PoolCoverage] = {pool.name: PoolCoverage() for pool in pools}
+        self.history: deque[PassRecord] = deque(maxlen=60)
+        self.current: PassRecord | None = None
+        self.passes: Counter[str] = Counter(deep=0, light=0)
+        self._numbers: Counter[str] = Counter()
+        self._reads_needed = 2 if fingerprints else 1  # a fingerprint's first read has nothing to be compared with
+        self._full_passes: list[
+            float
+        ] = []  # monotonic begin of the last complete passes that verified all they reached
+        self._started = time.monotonic()
+
+    def begin(self, kind: str) -> PassRecord:
+        self._numbers[kind] += 1
+        total = next((record.slots for record in reversed(self.history) if record.kind == kind and record.complete), 0)
+        self.current = PassRecord(kind=kind, number=self._numbers[kind], total=total)
+        return self.current
+
+    def end(self, record: PassRecord, *, complete: bool) -> None:
+        record.ended, record.complete = time.monotonic(), complete
+        self.current = None
+        self.history.append(record)
+        if not complete:
+            return
+        self.passes[record.kind] += 1
+        if record.kind == "deep":
+            for name, pool in self.pools.items():
+                pool.resident = record.resident[name]
+                pool.last_full_pass_at = time.time()
+            if not sum(record.unreached.values()):
+                self._full_passes = [*self._full_passes[-1:], record.started]
+
+    def last(self, kind: str) -> PassRecord | None:
+        """The last complete pass of this kind."""
+        return next((record for record in reversed(self.history) if record.kind == kind and record.complete), None)
+
+    def oldest_unverified_seconds(self) -> float | None:
+        """Upper bound on the age of the last verification of any reachable resident slot; None while none is resident.
+
+        A slot that was resident during a whole pass was read in it (promise I1), and one that came later is younger
+        than that pass's beginning. A fingerprint has nothing to be compared with before its second read, one pass
+        later, so nothing is older than the beginning of the complete pass before the last (of the last, where only
+        stamps are verified). Passes that met slots they could not verify (contents still changing) do not count;
+        before there are enough passes, everything counts from the start of the sweeper.
+        """
+        last = self.last("deep")
+        if last is not None and not sum(last.resident.values()):
+            return None
+        enough = len(self._full_passes) >= self._reads_needed
+        since = self._full_passes[-self._reads_needed] if enough else self._started
+        return time.monotonic() - since
+
+    @staticmethod
+    def matrix(pools: Iterable[KVPool], *, fingerprints: bool, stamps: bool) -> list[dict[str, Any]]:
+        """One row a segment: which checks read it. Stamps are listed with the segments they were taken over."""
+        rows = []
+        for pool in pools:
+            stamped = {source.name for stamp in pool.stamps for source in stamp.sources} if stamps else set()
+            for segment in pool.segments:
+                checks = {"fingerprint": fingerprints, "stamps": segment.name in stamped}
+                rows.append({"pool": pool.name, "segment": segment.name, "checks": checks})
+            for name in pool.uncovered:
+                rows.append({"pool": pool.name, "segment": name, "checks": {"fingerprint": False, "stamps": False}})
+        return rows
