@@ -1,0 +1,127 @@
+"""The command line: `kvsweep demo`, `doctor`, `bench`, `findings`, `ctl`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from kvsweep import __version__
+from kvsweep.config import ConfigError, Intensity, load_settings
+
+app = typer.Typer(
+    help="A background scrubber for LLM prefix caches: finds silent KV-cache corruption while the server serves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """See `kvsweep COMMAND --help`."""
+
+
+@app.command()
+def demo(
+    fault: Annotated[
+        str, typer.Option(help="What to break in a cached prefix; 'list' shows the choices.")
+    ] = "bit_flip_v",
+    fault_after: Annotated[float, typer.Option(min=0, help="Earliest second at which to break it.")] = 4.0,
+    serve: Annotated[bool, typer.Option(help="Keep running after the fault, for scraping, until interrupted.")] = False,
+    port: Annotated[int | None, typer.Option(help="Port of /metrics and the status page (0: any free one).")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    intensity: Annotated[Intensity | None, typer.Option(help="How hard the sweep works.")] = None,
+    findings_path: Annotated[Path | None, typer.Option(help="JSON-lines log of findings.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    swa: Annotated[bool, typer.Option(help="A model with sliding-window layers (two pools).")] = False,
+    page_size: Annotated[int, typer.Option(min=1, help="Slots of a page.")] = 1,
+    rank: Annotated[int, typer.Option(min=0, help="tp_rank label, to run several side by side.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
+) -> None:
+    """Run a small real LLM engine under traffic with the sweeper on, corrupt a cached prefix, and find it.
+
+    Exit code 0 if and only if the planted fault was found and nothing else was.
+    """
+    from kvsweep.demo import Demo, DemoError
+
+    console = Console()
+    log_to = RichHandler(console=console, show_path=False, show_level=True, markup=False)
+    logging.basicConfig(level=logging.WARNING, handlers=[log_to], format="%(message)s", datefmt="%X")
+    try:
+        settings = load_settings(
+            host=host,
+            port=port,
+            intensity=intensity or Intensity.HIGH,
+            findings_path=findings_path,
+            cycle_target=2.0,
+            light_interval=1.0,
+            per_segment=True,
+        )
+        run = Demo(settings, fault=fault, fault_after=fault_after, serve=serve, device=device, swa=swa,
+                   page_size=page_size, rank=rank, seed=seed, console=console)  # fmt: skip
+        raise typer.Exit(run.run())
+    except (ConfigError, DemoError) as error:
+        _die(str(error))
+
+
+@app.command()
+def findings(
+    file: Annotated[Path, typer.Argument(help="A JSON-lines findings log.")],
+    json_lines: Annotated[bool, typer.Option("--json", help="Print the lines as they are.")] = False,
+) -> None:
+    """Show a findings log as a table, oldest first."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        _die(f"{file}: {error.strerror}")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            _die(f"{file}: line {number} is not JSON; expected a findings log written by kvsweep")
+    if json_lines:
+        print("\n".join(lines))
+        return
+    Console().print(findings_table(records) if records else f"{file}: no findings")
+
+
+def findings_table(records: list[dict[str, Any]]) -> Table:
+    """Findings as a table, one row each."""
+    table = Table(title=f"{len(records)} finding{'s' * (len(records) != 1)}")
+    columns = ("confirmed", "check", "pool", "segment", "slot", "position", "prefix", "expected", "actual", "id")
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("slot", "position") else "left", no_wrap=True)
+    from datetime import datetime
+
+    for record in records:
+        when = datetime.fromtimestamp(record["confirmed_at"]).strftime("%m-%d %H:%M:%S")
+        cells = (record[name] for name in ("check", "pool", "segment", "slot", "position", "prefix_hash", "expected",
+                                           "actual", "id"))  # fmt: skip
+        table.add_row(when, *("-" if cell is None else str(cell) for cell in cells))
+    return table
+
+
+def _die(message: str) -> Any:
+    print(f"kvsweep: {message}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()
