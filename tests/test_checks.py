@@ -110,6 +110,7 @@ def test_window_faults_tell_the_faults_apart() -> None:
 
 
 def test_lock_faults() -> None:
-    """Issue 5, lock: a negative count, and a locked node below an unlocked one."""
-    assert structural.lock_faults([0, -1, 2, 1, 0], [1, 0, 2, 0, 0]) == ([1], [3])
-    assert structural.lock_faults([], []) == ([], [])
+    """Issue 5, lock: a negative count, a node less locked than its children, and who was locked by name."""
+    negative, short, direct = structural.lock_faults([0, -1, 2, 0, 1, 3], [0, 0, 2, 1, 2, 1])
+    assert (negative, short, direct) == ([1], [1, 3, 4], [5])
+    assert structural.lock_faults([], []) == ([], [], [])

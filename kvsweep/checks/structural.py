@@ -115,15 +115,18 @@ def window_faults(
     return {name: fault.nonzero().flatten() for name, fault in faults.items()}
 
 
-def lock_faults(own: Sequence[int], parent: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Nodes whose lock count is negative, and locked nodes under an unlocked parent.
-
-    Checked for every node, the second says that a locked node has locked ancestors up to the root.
+def lock_faults(own: Sequence[int], below: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """What is wrong with lock counts, where a lock of a node counts on the node and on all its ancestors.
 
     Args:
-        own, parent: lock counts of [n] nodes and of their parents (the node's own where the parent is the root).
+        own: lock counts of [n] nodes.
+        below: for each of them the sum over its children.
+
+    Returns:
+        Nodes whose count is negative; nodes with a count below their children's (a locked node has locked
+        ancestors); nodes with a count above it, which somebody must have locked by name.
     """
-    counts = torch.tensor([own, parent], dtype=torch.int64)
-    negative = (counts[0] < 0).nonzero().flatten().tolist()
-    unlocked = ((counts[0] > 0) & (counts[1] <= 0)).nonzero().flatten().tolist()
-    return negative, unlocked
+    counts = torch.tensor([own, below], dtype=torch.int64)
+    faults = (counts[0] < 0, counts[0] < counts[1].clamp(min=0), counts[0] > counts[1].clamp(min=0))
+    negative, short, direct = (fault.nonzero().flatten().tolist() for fault in faults)
+    return negative, short, direct

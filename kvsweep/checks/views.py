@@ -2,11 +2,17 @@
 
 An engine fills these under the gate and must not copy, convert or synchronise there: tensors are handed
 over as they are (on whatever device), because allocators replace their free lists rather than edit them.
+
+The light pass relies on one thing: whenever it can hold the gate, tree, allocators and requests agree. A slot on its
+way between them (allocated but not yet in the request's row; freed but not yet out of the tree) is either not seen,
+because the engine holds the gate around the whole operation, or `Engine.requests` returns None at that instant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -46,3 +52,18 @@ class RequestView:
     slots: torch.Tensor
     prefix_len: int
     last_node: object | None
+
+
+class LockedTree(Protocol):
+    """What a `PrefixTree` may offer besides; found by name, each on its own. All but the flag: gate held."""
+
+    request_locks_only: bool
+    """True if nothing but running requests locks nodes; then a lock that no request explains is a finding."""
+
+    def lock_refs(self, nodes: Sequence[Any]) -> tuple[list[int], list[int]]:
+        """Lock counts of the nodes and, for each, the sum over its children. A lock counts on its node and on all
+        ancestors; the root counts as locked. Called for each slice of a walk: plain attribute reads only."""
+
+    def swa_resident_at(self, node: Any, position: int) -> bool | None:
+        """Whether the node that holds `position`, on the path that ends in `node`, has its window slots; None if
+        there is none any more. Called for suspects only."""
