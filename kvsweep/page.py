@@ -16,7 +16,7 @@ from typing import Any
 
 SHOWN_FINDINGS = 50
 STRIP_PASSES = 60  # what status() remembers
-BEHIND = 2.0  # the oldest slot may be this many cycle targets old before the page says "behind"
+BEHIND = 3.0  # the oldest slot may be this many cycle targets old before the page says "behind", as the alert does
 
 # A sweeper that failed before it saw the engine's pools knows none of this.
 UNKNOWN: dict[str, Any] = {
