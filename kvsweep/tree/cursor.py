@@ -69,7 +69,8 @@ class NodeReader(Protocol):
     def swa_resident(self, node: Any) -> bool: ...
 
     def attached(self, node: Any) -> bool:
-        """False once the node was removed from its parent. Only leaves are ever removed, or the whole tree."""
+        """False once the node was removed from its parent. Only leaves are ever removed, or the whole tree; a removed
+        node keeps its `parent`, which leads to the fronts that splits took from it."""
 
 
 class NodeCursor:
@@ -78,8 +79,8 @@ class NodeCursor:
     Why it misses nothing (promise I1): what a node *ends* with never changes while it lives, since a split
     gives the front of a node to a new parent and the node itself keeps its tail and its children. So the end
     depth noted for a parent stays true, and the nodes that appeared between it and a child on the stack are
-    exactly the fronts split off that child since: they are walked with the child. A node that was split after
-    its visit had its front in the value already copied.
+    exactly the fronts split off that child since: they are walked with the child, or in its stead if it has been
+    evicted. A node that was split after its visit had its front in the value already copied.
     """
 
     def __init__(self, reader: NodeReader, *, unlocked_only: bool = False, swa_resident_only: bool = False) -> None:
@@ -100,23 +101,24 @@ class NodeCursor:
             self._nodes.clear()
         while self._nodes:
             node, parent, start = self._nodes.pop(), self._parents.pop(), self._starts.pop()
-            if attached(node):
-                if node.parent is parent:
-                    end = self._visit(node, start, spans)
-                else:  # split since it was pushed
-                    end = self._visit_with_fronts(node, parent, start, spans)
-                self._push_children(node, end)
+            here = attached(node)
+            if node.parent is not parent:  # split since it was pushed
+                start = self._visit_fronts(node, parent, start, spans)
+            if here:
+                self._push_children(node, self._visit(node, start, spans))
             if spans.num_slots >= max_slots or time.perf_counter_ns() >= deadline_ns:
                 break
         return not self._nodes
 
-    def _visit_with_fronts(self, node: Any, ancestor: Any, start: int, spans: Spans) -> int:
-        """Visit the fronts that splits have put between `ancestor` and `node`, then `node`; its end depth."""
-        chain = [node]
-        while chain[-1].parent is not ancestor:
-            chain.append(chain[-1].parent)
-        for part in reversed(chain):
-            start = self._visit(part, start, spans)
+    def _visit_fronts(self, node: Any, ancestor: Any, start: int, spans: Spans) -> int:
+        """Visit the fronts that splits have put between `ancestor` and `node`; where they end. They may outlive it."""
+        fronts = []
+        while node.parent is not ancestor and node.parent is not None:
+            node = node.parent
+            if self._read.attached(node):
+                fronts.append(node)
+        for front in reversed(fronts):
+            start = self._visit(front, start, spans)
         return start
 
     def _visit(self, node: Any, start: int, spans: Spans) -> int:

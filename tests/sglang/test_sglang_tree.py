@@ -1,0 +1,170 @@
+"""kvsweep's walk over SGLang's own trees: the same slots as SGLang's walk, whatever happens in between."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("sglang.srt", reason="needs SGLang 0.5.23: tests/sglang/cpu_server/setup.sh VENV")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sglang_caches import Cache, make_cache
+
+from kvsweep.tree import Spans
+
+pytestmark = pytest.mark.sglang
+KINDS = ["classic", "python", "rust", "python-swa", "rust-swa"]
+CASES = [(kind, page_size) for kind in KINDS for page_size in (1, 16)]
+
+
+@pytest.fixture(params=CASES, ids=[f"{kind}-page{page}" for kind, page in CASES])
+def cache(request: pytest.FixtureRequest):
+    kind, page_size = request.param
+    made = make_cache(kind, 2048, page_size)
+    made.engine.attach()
+    yield made
+    made.engine.detach()
+
+
+# Prompts that share prefixes: a few bases, cut and extended, in a few namespaces.
+prompts = st.tuples(
+    st.integers(0, 3), st.integers(1, 150), st.integers(0, 60), st.integers(0, 5), st.sampled_from([None, "lora-a"])
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), prompts),
+        st.tuples(st.just("insert_own"), prompts),
+        st.tuples(st.just("match"), prompts),
+        st.tuples(st.just("evict"), st.integers(1, 400)),
+        st.tuples(st.just("evict_window"), st.integers(1, 100)),
+        st.tuples(st.just("flush"), st.none()),
+        st.tuples(st.just("advance"), st.integers(1, 200)),
+    ),
+    max_size=40,
+)
+
+
+def prompt(spec: tuple) -> tuple[list[int], str | None]:
+    base, cut, tail, which, namespace = spec
+    return [base * 1000 + i for i in range(cut)] + [100_000 + which * 1000 + i for i in range(tail)], namespace
+
+
+def apply(cache: Cache, step: str, spec) -> None:
+    if step in ("insert", "insert_own"):
+        tokens, namespace = prompt(spec)
+        cache.insert(tokens, namespace, reuse=step == "insert")
+    elif step == "match":
+        tokens, namespace = prompt(spec)
+        cache.match(tokens, namespace)
+    elif step == "evict":
+        cache.evict(spec)
+    elif step == "evict_window" and cache.swa:
+        cache.evict(0, spec)
+    elif step == "flush":
+        cache.flush()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=steps)
+def test_the_cursor_sees_what_sglang_sees(cache: Cache, steps):
+    """I1: after any history of inserts, splits, evictions and resets a walk gives SGLang's own rows, as a set."""
+    cache.flush()
+    for step, spec in steps:
+        apply(cache, step, spec)
+    spans = cache.sweep(slice_slots=37)
+    assert cache.rows(spans) == cache.walk()
+    assert spans.skipped["untracked"] == 0
+    for key, value in zip(spans.keys, spans.values, strict=True):
+        assert len(key) == value.numel()
+    if cache.swa:
+        resident = cache.sweep(swa_resident_only=True)
+        rows = {row[:2] for row in cache.rows(resident)}
+        assert rows == {row[:2] for row in cache.walk(swa_resident_only=True)}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=steps)
+def test_a_walk_survives_what_happens_between_its_slices(cache: Cache, steps):
+    """I1 and I2: slots held for the whole walk are all met, with the right position, token and slot before; the
+    lookup that settles a suspect agrees with SGLang's walk at the end."""
+    cache.flush()
+    for which in range(6):
+        cache.insert(prompt((which % 3, 40 + 15 * which, 30, which, None))[0])
+    stayed, generation = cache.walk(), cache.engine.tree.generation
+    cursor, spans, done = cache.engine.tree.cursor(), Spans(), False
+    for step, spec in steps:
+        if step == "advance" and not done:
+            done = cursor.advance(spans, spans.num_slots + spec, 1 << 62)
+        else:
+            apply(cache, step, spec)
+            stayed &= cache.walk()
+    while not done:
+        done = cursor.advance(spans, spans.num_slots + 50, 1 << 62)
+    if cache.engine.tree.generation == generation:
+        assert {row[:2] for row in stayed} <= {row[:2] for row in cache.rows(spans)}
+    now = {position_slot[::-1] for position_slot in (row[:2] for row in cache.walk())}
+    for node, value, start in zip(spans.nodes, spans.values, spans.starts, strict=True):
+        for offset in (0, value.numel() - 1):
+            slot = cache.engine.tree.slot_at(node, start + offset)
+            assert slot is None or (start + offset, slot) in now
+
+
+def test_tokens_and_namespaces(cache: Cache):
+    """Issue 4, item 2: keys give the tokens of each slot, and a prefix its namespace and all its tokens."""
+    tokens = list(range(1000, 1096))
+    cache.insert(tokens)
+    cache.insert(tokens[:48] + list(range(5000, 5048)))
+    cache.insert(tokens, "lora-b")
+    tree = cache.engine.tree
+    expected = {(None, tuple(tokens)), (None, tuple(tokens[:48] + list(range(5000, 5048)))), ("lora-b", tuple(tokens))}
+    spans = cache.sweep()
+    full = set()
+    for node, key, start in zip(spans.nodes, spans.keys, spans.starts, strict=True):
+        namespace, prefix = tree.prefix(node, start + len(key) - 1)
+        assert prefix.tolist()[start:] == tree.tokens(key).tolist()
+        if not node.children:
+            full.add((namespace or None, tuple(prefix.tolist())))
+        assert tree.node_name(node)
+    assert full == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_of_ten_thousand_nodes(kind: str):
+    """Issue 4, item 2: deep trees neither recurse nor lose anything."""
+    cache = make_cache(kind, 24_000)
+    cache.engine.attach()
+    tokens = list(range(20_000))
+    cache.insert(tokens)
+    for depth in range(19_998, 0, -2):  # each match splits what is left of the front
+        cache.match(tokens[:depth])
+    spans = cache.sweep(slice_slots=1000)
+    assert len(spans) == 10_000
+    assert {row[:2] for row in cache.rows(spans)} == {(slot, slot - 1) for slot in range(1, 20_001)}
+    assert cache.engine.tree.slot_at(spans.nodes[-1], 3) == 4
+    cache.engine.detach()
+
+
+def test_a_tree_from_before_kvsweep_is_not_called_covered():
+    """I6: nodes the Rust core's mirror never heard of are counted as untracked, and learnt when they are matched."""
+    cache = make_cache("rust")
+    cache.insert(list(range(60)))
+    cache.engine.attach()
+    assert cache.sweep().skipped["untracked"] == 60
+    cache.match(list(range(60)))
+    spans = cache.sweep()
+    assert spans.skipped["untracked"] == 0
+    assert cache.rows(spans) == cache.walk()
+    cache.engine.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_detach_gives_the_methods_back(kind: str):
+    """I8: after detach every object has only the attributes it had before attach."""
+    cache = make_cache(kind)
+    objects = [cache.cache, cache.core, cache.allocator, *(leaf for _, leaf in cache.engine._leaf_allocators)]
+    before = [set(vars(each)) for each in objects]
+    for _ in range(3):
+        cache.engine.attach()
+        assert any(set(vars(each)) != names for each, names in zip(objects, before, strict=True))
+        cache.engine.detach()
+        assert [set(vars(each)) for each in objects] == before
