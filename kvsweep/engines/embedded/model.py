@@ -178,8 +178,9 @@ class Model:
             return values.to(device=device, dtype=c.dtype)
 
         self.embedding = weight(c.vocab, hidden, math.sqrt(c.vocab))
-        self.qkv = [weight(hidden, qkv, 1.5) for _ in range(c.layers)]  # peaked attention: a few rows matter much
-        self.out = [weight(hidden, hidden, 2.0) for _ in range(c.layers)]
+        # Gains: attention peaked and strong enough that the text depends on single rows, and does not get stuck.
+        self.qkv = [weight(hidden, qkv, 2.0) for _ in range(c.layers)]
+        self.out = [weight(hidden, hidden, 4.0) for _ in range(c.layers)]
         self.up = [weight(hidden, 2 * hidden) for _ in range(c.layers)]
         self.down = [weight(2 * hidden, hidden) for _ in range(c.layers)]
         self.head = weight(hidden, c.vocab)

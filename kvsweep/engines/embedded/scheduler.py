@@ -61,13 +61,15 @@ class Request:
 class EmbeddedEngine:
     """A small LLM engine with a prefix cache; implements kvsweep.engine.Engine.
 
-    `submit`, `abort` and `flush` may be called from any thread; `step` and `run` from one, the scheduler's.
+    Any thread may call `submit`, `abort`, `flush` and `reallocate`; they take effect in the next step. Steps are
+    made by one thread at a time (`run`, or `step` by hand while nothing runs).
 
     Args:
         config: shapes.
         device: ``"cpu"`` or ``"cuda"``.
         prefill_chunk: most prompt tokens computed in one step.
         cuda_graph: replay the decode step as a CUDA graph; no effect on the CPU.
+        tp_rank: the label, to tell several engines on one host apart.
     """
 
     name = "embedded"
@@ -79,12 +81,14 @@ class EmbeddedEngine:
         device: str | torch.device = "cpu",
         prefill_chunk: int = 64,
         cuda_graph: bool = True,
+        tp_rank: int = 0,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self.config = c = config or ModelConfig()
         self.device = torch.device(device)
         self.prefill_chunk = prefill_chunk
+        self.tp_rank = tp_rank
         self.gate = Gate()
         self.journal = FreeJournal()
         self.pools_generation = 0
@@ -100,11 +104,13 @@ class EmbeddedEngine:
         self.tree = RadixTree(self.allocator, c.page_size, c.window)
         self.running: list[Request] = []  # oldest first
         self.retractions = 0
-        self.cached_tokens = 0  # prompt tokens that a request found in the tree
+        self.cached_tokens = 0  # tokens that requests found in the tree
+        self.generated_tokens = 0
         self.looping = False  # a thread is in `run`
         self._queue: deque[Request] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         self._work = threading.Event()
+        self._stepping = threading.Lock()
         self._free_rows = list(range(c.max_batch))
         self._ready = True
         self._submitted = self._steps = 0
@@ -161,7 +167,7 @@ class EmbeddedEngine:
     def step(self) -> bool:
         """Commands, admission, at most one prefill chunk, one decode step. False if there was nothing to do."""
         begin = time.perf_counter()
-        with self.on_stream():
+        with self._stepping, self.on_stream():
             worked = bool(self._commands)
             while self._commands:
                 with self.gate:
@@ -186,7 +192,7 @@ class EmbeddedEngine:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        return {"model_name": "embedded", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+        return {"model_name": "embedded", "tp_rank": str(self.tp_rank), "pp_rank": "0", "dp_rank": "0"}
 
     def attach(self) -> None:
         """Wrap the allocators' `free` and `clear` so that the journal knows first; nothing if attached already."""
@@ -341,6 +347,7 @@ class EmbeddedEngine:
     def _extend(self, request: Request, token: int) -> None:
         """Append a predicted token; a request that reached its limit leaves its computed tokens in the tree."""
         request.tokens.append(token)
+        self.generated_tokens += 1
         if len(request.tokens) == request.limit:
             with self.gate, self.allocator.free_group():
                 cached, _ = self._insert(request)

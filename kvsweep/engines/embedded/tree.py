@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class RadixTree:
             run = 0 if node.swa_tombstone else run + len(node.key)
             if run >= self.window:
                 best = node
-        self._touch(best)
+        self.touch(best)
         return best
 
     def insert(self, key: Key, value: torch.Tensor, *, owned_from: int = 0, swa_evicted: int = 0) -> tuple[int, Node]:
@@ -128,7 +128,7 @@ class RadixTree:
                     last = self.add(last, key.part(end, stop), value[end:stop].clone())
                     last.swa_tombstone = stop <= swa_evicted
                     end = stop
-        self._touch(last)
+        self.touch(last)
         return end, last
 
     def add(self, parent: Node, key: Key, value: torch.Tensor) -> Node:
@@ -150,18 +150,20 @@ class RadixTree:
             assert part.lock_ref >= 0, f"node {part.id} was unlocked more often than locked"
 
     def evict(self, num_slots: int) -> int:
-        """Remove least recently used unlocked leaves until `num_slots` full slots are free; how many were freed."""
-        freed = 0
-        for node in tuple(self._lru):
-            if freed >= num_slots:
-                break
-            if not node.lock_ref and not node.children:
-                freed += len(node.key)
-                self._remove(node)
+        """Remove least recently used unlocked leaves until `num_slots` slots came free or none is left; how many did."""
+        freed, before = 0, -1
+        while before < freed < num_slots:  # again only where a leaf was used less recently than its parent
+            before = freed
+            for node in tuple(self._lru):
+                if freed >= num_slots:
+                    break
+                if not node.lock_ref and not node.children:
+                    freed += len(node.key)
+                    self._remove(node)
         return freed
 
     def evict_swa(self, num_slots: int) -> int:
-        """Give back window slots of least recently used unlocked nodes: leaves go, inner nodes are tombstoned."""
+        """As `evict`, for window slots: unlocked leaves go, unlocked inner nodes are tombstoned."""
         freed = 0
         for node in tuple(self._lru):
             if freed >= num_slots:
@@ -179,6 +181,11 @@ class RadixTree:
         assert node.value is not None
         self.allocator.free_swa(node.value)
         node.swa_tombstone = True
+
+    def touch(self, node: Node) -> None:
+        """Make the path to `node` the most recently used."""
+        for part in reversed(self._path(node)):
+            self._lru.move_to_end(part)
 
     def reset(self) -> None:
         """Forget everything; the caller clears the allocator."""
@@ -216,15 +223,8 @@ class RadixTree:
 
     def slot_at(self, node: Node, position: int) -> int | None:
         """See PrefixTree.slot_at."""
-        path = self._path(node)
-        if not path or path[0].parent is not self._root or not all(part.attached for part in path):
-            return None
-        start = 0
-        for part in path:
-            if position < start + len(part.key) and part.value is not None:
-                return int(part.value[position - start])
-            start += len(part.key)
-        return None
+        part = self._part_at(node, position)
+        return None if part is None or part[0].value is None else int(part[0].value[part[1]])
 
     def tokens(self, key: Key) -> np.ndarray:
         """See PrefixTree.tokens."""
@@ -237,6 +237,20 @@ class RadixTree:
 
     def node_name(self, node: Node) -> str:
         return str(node.id)
+
+    # -- kvsweep.checks.views.LockedTree -----------------------------------------------------------------------
+
+    request_locks_only = True
+
+    def lock_refs(self, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
+        """See LockedTree.lock_refs."""
+        own = [1 if node is self._root else node.lock_ref for node in nodes]
+        return own, [sum(child.lock_ref for child in node.children.values()) for node in nodes]
+
+    def swa_resident_at(self, node: Node, position: int) -> bool | None:
+        """See LockedTree.swa_resident_at."""
+        part = self._part_at(node, position)
+        return None if part is None else not part[0].swa_tombstone
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -279,9 +293,17 @@ class RadixTree:
         node.attached = False
         self.allocator.free(node.value)
 
-    def _touch(self, node: Node) -> None:
-        for part in reversed(self._path(node)):
-            self._lru.move_to_end(part)
+    def _part_at(self, node: Node, position: int) -> tuple[Node, int] | None:
+        """The node that holds `position` on the path that ends in `node`, and where in it; None if detached."""
+        path = self._path(node)
+        if not path or path[0].parent is not self._root or not all(part.attached for part in path):
+            return None
+        start = 0
+        for part in path:
+            if position < start + len(part.key):
+                return part, position - start
+            start += len(part.key)
+        return None
 
     def _path(self, node: Node) -> list[Node]:
         """The nodes from below the root down to `node`."""
