@@ -45,7 +45,7 @@ FINGERPRINT_DIFFERS, NOT_FINITE = 1, 2  # reasons in a fingerprint ring
 # Counters (int64) of one launch; the first is the ring's head: rows with a violation, whether they fitted or not.
 COUNT_BAD_ROWS, COUNT_MISMATCHES, COUNT_ROWS, COUNT_TESTED = 0, 1, 2, 3
 COUNT_CHAIN, COUNT_TOKEN = 3, 4  # stamps; a fingerprint launch counts rows with a sealed fingerprint in COUNT_TESTED
-COUNT_STALE, COUNT_COMPARED = 1, 2  # settling
+COUNT_STALE, COUNT_COMPARED, COUNT_UNSETTLED, COUNT_SEALED_BEFORE, COUNT_SEALED_AFTER = 1, 2, 3, 4, 5  # settling
 COUNTERS = 8
 
 KEY_PADDING = 128  # the widest tile may reach this far past the last word
@@ -79,9 +79,10 @@ def segment_table(segments: tuple[Segment, ...], read_bytes: tuple[int, ...] = (
     for i, segment in enumerate(segments):
         base, row, stride = segment.tensor.data_ptr(), segment.row_bytes, segment.page_stride
         exponent, top_bits = _LANES.get(segment.tensor.dtype, (0, 0))
-        wide = (base | row | stride) % 16 == 0
+        read = read_bytes[i] if read_bytes else row
+        wide = (base | row | stride | read) % 16 == 0
         where = [base, stride, row, segment.page_size, segment.words, first_word]
-        how = [int(wide), read_bytes[i] if read_bytes else row, exponent, signed(top_bits)]
+        how = [int(wide), read, exponent, signed(top_bits)]
         table[i] = torch.tensor(where + how, dtype=torch.int64)
         first_word += segment.words
     return table
@@ -144,7 +145,14 @@ def _not_finite(words, exponent, top_bits):
     return ((missing + (top_bits ^ _ALL_ONES)) & top_bits) != top_bits
 
 
-@triton.jit
+# What varies from chunk to chunk must not pick another compilation: that would be a stall in the middle of a pass.
+_chunk_kernel = triton.jit(
+    do_not_specialize=["n", "this_pass"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "prevs_ptr", "tokens_ptr", "alive_ptr"],
+)
+
+
+@_chunk_kernel
 def fingerprint_kernel(
     slots_ptr,  # int64 [n]
     n,
@@ -284,7 +292,7 @@ def fingerprint_kernel(
     tl.atomic_add(counters_ptr + 3, tested.to(tl.int64))
 
 
-@triton.jit
+@_chunk_kernel
 def stamp_kernel(
     slots_ptr,  # int64 [n], and the same for positions, prev_slots, tokens
     positions_ptr,
@@ -398,7 +406,7 @@ def _source_hash(column, slots, live, BLOCK_SLOTS: tl.constexpr):
     return acc
 
 
-@triton.jit
+@_chunk_kernel
 def mark_kernel(slots_ptr, n, num_slots, state_ptr, BLOCK_SLOTS: tl.constexpr):
     """Put slots in flight. A slot that comes twice gets the same byte twice."""
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK_SLOTS), tl.num_programs(0)):
@@ -409,7 +417,7 @@ def mark_kernel(slots_ptr, n, num_slots, state_ptr, BLOCK_SLOTS: tl.constexpr):
         tl.store(state_ptr + slots, state | _MARK, mask=live)
 
 
-@triton.jit
+@_chunk_kernel
 def forget_kernel(slots_ptr, n, num_slots, state_ptr, BLOCK_SLOTS: tl.constexpr):
     """Drop fingerprints and marks of freed slots (any int dtype)."""
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK_SLOTS), tl.num_programs(0)):
@@ -419,7 +427,7 @@ def forget_kernel(slots_ptr, n, num_slots, state_ptr, BLOCK_SLOTS: tl.constexpr)
         tl.store(state_ptr + slots, (slots * 0).to(tl.uint8), mask=known)
 
 
-@triton.jit
+@_chunk_kernel
 def alive_kernel(slots_ptr, n, num_slots, state_ptr, alive_ptr, BLOCK_SLOTS: tl.constexpr):
     """alive_ptr: uint8 [n], 1 where a slot still carries its mark, or is no slot at all."""
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK_SLOTS), tl.num_programs(0)):
@@ -430,7 +438,7 @@ def alive_kernel(slots_ptr, n, num_slots, state_ptr, alive_ptr, BLOCK_SLOTS: tl.
         tl.store(alive_ptr + rows, (state >= _MARK).to(tl.uint8), mask=rows < n)
 
 
-@triton.jit
+@_chunk_kernel
 def settle_kernel(
     slots_ptr,  # int64 [n]
     alive_ptr,  # uint8 [n]
@@ -443,7 +451,7 @@ def settle_kernel(
     state_ptr,
     sealed_ptr,
     segment_sealed_ptr,
-    counters_ptr,  # int64 [COUNTERS]: COUNT_STALE, COUNT_COMPARED
+    counters_ptr,  # int64 [COUNTERS]: COUNT_STALE, COUNT_COMPARED, COUNT_UNSETTLED
     BLOCK_SLOTS: tl.constexpr,
     STEP: tl.constexpr,
     PER_SEGMENT: tl.constexpr,
@@ -456,6 +464,7 @@ def settle_kernel(
     """
     stale = 0
     compared = 0
+    unsettled = 0
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK_SLOTS), tl.num_programs(0)):
         rows = tile * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
         slots = tl.load(slots_ptr + rows, mask=rows < n, other=0)
@@ -488,9 +497,11 @@ def settle_kernel(
                     read = tl.load(by_segment + segment, mask=candidate, other=0)
                     differs |= read != tl.load(trusted_by_segment + segment, mask=candidate, other=0)
             tl.store(state_ptr + slots, (state | _CONTRADICTED).to(tl.uint8), mask=candidate & differs)
+            unsettled += tl.sum((candidate & differs).to(tl.int32))
     if STEP != _COMMIT:
         tl.atomic_add(counters_ptr + 1, stale.to(tl.int64))
         tl.atomic_add(counters_ptr + 2, compared.to(tl.int64))
+        tl.atomic_add(counters_ptr + 3, unsettled.to(tl.int64))
 
 
 @triton.jit
