@@ -1,7 +1,7 @@
 """The light pass: structure only, a few times a minute. Finds the slot that is in the tree and free, before anyone
 reads it.
 
-    look -> (look again, if anything is wrong) -> re-read under the gate -> candidates
+    look -> re-read under the gate -> (if anything is left: look again -> re-read again) -> candidates
 
 A look takes the views of allocators and running requests (one instant), walks the tree in slices, takes the views
 again and reads the window map. Why it raises no false alarm (promise I2):
@@ -9,9 +9,10 @@ again and reads the window map. Why it raises no false alarm (promise I2):
 1. A slot that was freed at any time since before the look is out of consideration: the journal names it before the
    free takes effect. Without a free, a slot only goes forward (free, request, tree), so what a look calls wrong has
    been wrong for some time; see `Look`.
-2. What is wrong must be wrong in two looks, each with views and a walk of its own.
-3. Then its facts ("the tree holds slot 7 here", "slot 7 is on the free list") must all hold at one instant, read
-   under the gate. Only a leak is not a fact one can read at one instant: it is what two walks did not meet.
+2. The facts of a suspect ("the tree holds slot 7 here", "slot 7 is on the free list") must all hold at one instant,
+   read under the gate. That drops whatever the look caught in the middle of a change.
+3. What is left must be wrong in a second look with views and a walk of its own, and then at an instant again. For a
+   leak this is the proof: it has no facts to read at one instant, it is what two walks did not meet.
 
 This takes an engine that keeps its side: the gate is held around each *whole* operation, so that tree, allocators
 and requests agree whenever the sweeper can hold it (see `kvsweep.checks.views`).
@@ -47,16 +48,16 @@ class LightReport:
         slots: tree-held slots looked at.
         sizes: by pool: ``total``, ``free``, ``tree``, ``requests`` in slots, counted, not asked for.
         candidates: confirmed violations.
-        stale: suspects dropped because the slot had moved on at the re-read.
-        transient: suspects that a second look did not show again.
+        transient: suspects that a re-read or the second look did not show again.
+        stale: suspects dropped with the tree they were found in (reset).
     """
 
     complete: bool
     slots: int
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     candidates: list[Candidate] = field(default_factory=list)
-    stale: int = 0
     transient: int = 0
+    stale: int = 0
 
 
 class LightPass:
@@ -127,24 +128,22 @@ class LightPass:
         generation = self._engine.tree.generation
         self._forget_frees()
         look = await self._look()
-        suspects = look.suspects()
-        transient = stale = 0
-        confirmed: list[Suspect] = []
-        if suspects:
-            before = {suspect.key for suspect in suspects}
+        seen = look.suspects()
+        confirmed = await self._reread(seen)
+        transient = len(seen) - len(confirmed)
+        if confirmed:
+            before = {suspect.key for suspect in confirmed}
             look = await self._look()
             again = [suspect for suspect in look.suspects() if suspect.key in before]
-            transient = len(before) - len(again)
             confirmed = await self._reread(again)
-            stale = len(again) - len(confirmed)
+            transient += len(before) - len(confirmed)
         if self._engine.tree.generation != generation:
-            return LightReport(complete=False, slots=look.tree_rows, transient=transient, stale=len(confirmed) + stale)
+            return LightReport(complete=False, slots=look.tree_rows, stale=len(seen))
         return LightReport(
             complete=True,
             slots=look.tree_rows,
             sizes=look.sizes(),
             candidates=candidates(confirmed, self._names(confirmed), look.sizes(), look.seen),
-            stale=stale,
             transient=transient,
         )
 
@@ -176,8 +175,9 @@ class LightPass:
     async def _slice(self, cursor: Any, spans: Spans, locks: tuple[list[int], list[int]] | None) -> bool:
         """Copy references for at most `slice_us` under the gate; True when the tree has been walked."""
         first = len(spans)
+        walk_ns = self._slice_ns if locks is None else self._slice_ns * 4 // 5  # the rest is for the lock counts
         with self._engine.gate.held() as hold:
-            walked: bool = cursor.advance(spans, self._chunk_slots, time.perf_counter_ns() + self._slice_ns)
+            walked: bool = cursor.advance(spans, self._chunk_slots, time.perf_counter_ns() + walk_ns)
             if locks is not None and self._lock_refs is not None:
                 own, below = self._lock_refs(spans.nodes[first:])
                 locks[0].extend(own)
