@@ -150,7 +150,7 @@ class RadixTree:
             assert part.lock_ref >= 0, f"node {part.id} was unlocked more often than locked"
 
     def evict(self, num_slots: int) -> int:
-        """Remove least recently used unlocked leaves until `num_slots` slots came free or none is left; how many did."""
+        """Remove least recently used unlocked leaves until `num_slots` slots are freed; how many were."""
         freed, before = 0, -1
         while before < freed < num_slots:  # again only where a leaf was used less recently than its parent
             before = freed
@@ -245,7 +245,7 @@ class RadixTree:
     def lock_refs(self, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
         """See LockedTree.lock_refs."""
         own = [1 if node is self._root else node.lock_ref for node in nodes]
-        return own, [sum(child.lock_ref for child in node.children.values()) for node in nodes]
+        return own, [sum([child.lock_ref for child in node.children.values()]) if node.children else 0 for node in nodes]
 
     def swa_resident_at(self, node: Node, position: int) -> bool | None:
         """See LockedTree.swa_resident_at."""
@@ -294,14 +294,15 @@ class RadixTree:
         self.allocator.free(node.value)
 
     def _part_at(self, node: Node, position: int) -> tuple[Node, int] | None:
-        """The node that holds `position` on the path that ends in `node`, and where in it; None if detached."""
+        """The node that holds `position` on the path that ends in `node`, and where in it; None if that is detached:
+        the front of a node outlives it."""
         path = self._path(node)
-        if not path or path[0].parent is not self._root or not all(part.attached for part in path):
+        if not path or path[0].parent is not self._root:
             return None
         start = 0
         for part in path:
             if position < start + len(part.key):
-                return part, position - start
+                return (part, position - start) if part.attached else None
             start += len(part.key)
         return None
 
