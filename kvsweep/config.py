@@ -52,6 +52,8 @@ class Settings(BaseSettings):
     stamps: bool = Field(True, description="verify the engine's stamps where it writes them")
     fingerprints: bool = Field(True, description="keep and verify kvsweep's own fingerprints")
     per_segment: bool = Field(False, description="a fingerprint a layer and half, so that findings name it (8 B each)")
+    selftest_every: int = Field(10, ge=0, description="deep passes between self-tests (0: at start only)")
+    hang_seconds: Seconds = Field(60.0, description="a stage that takes longer has hung, and the sweeper stops itself")
     unlocked_only: bool = Field(False, description="skip nodes that a running request locks")
 
     # What it says

@@ -13,13 +13,20 @@ from kvsweep.pool import KVPool
 
 @dataclass
 class PoolCoverage:
-    """Totals of one pool since start; `resident` and `fingerprinted` are of the last deep pass."""
+    """Totals of one pool since start; `resident` and `fingerprinted` are of the last deep pass.
+
+    Attributes:
+        verified, skipped: slots by check, by reason.
+        last_full_pass_at: unix seconds.
+        full_passes: when the last two complete passes began (monotonic) that could verify all they reached.
+    """
 
     resident: int = 0
     fingerprinted: int = 0
     verified: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     last_full_pass_at: float | None = None
+    full_passes: deque[float] = field(default_factory=lambda: deque(maxlen=2))
 
 
 @dataclass(kw_only=True)
@@ -32,8 +39,10 @@ class PassRecord:
     started: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.time)
     ended: float | None = None
-    idle: float = 0.0  # seconds spent paused
+    paused_since: float | None = None  # monotonic, None while not paused
+    paused_before: float = 0.0  # seconds
     slots: int = 0
+    verified: int = 0  # rows compared with what they should hold, all pools and checks
     resident: Counter[str] = field(default_factory=Counter)  # by pool
     unreached: Counter[str] = field(default_factory=Counter)  # reachable rows that could not be verified, by pool
     confirmed: int = 0
@@ -43,10 +52,20 @@ class PassRecord:
     def duration(self) -> float:
         return (self.ended or time.monotonic()) - self.started
 
+    def pause(self) -> None:
+        if self.paused_since is None:
+            self.paused_since = time.monotonic()
+
+    def resume(self) -> None:
+        if self.paused_since is not None:
+            self.paused_before += time.monotonic() - self.paused_since
+            self.paused_since = None
+
     @property
     def rate(self) -> float:
         """Slots a second, paused time left out."""
-        worked = self.duration - self.idle
+        paused = 0.0 if self.paused_since is None else (self.ended or time.monotonic()) - self.paused_since
+        worked = self.duration - self.paused_before - paused
         return self.slots / worked if worked > 0 else 0.0
 
     @property
@@ -78,9 +97,6 @@ class Coverage:
         self.passes: Counter[str] = Counter(deep=0, light=0)
         self._numbers: Counter[str] = Counter()
         self._reads_needed = 2 if fingerprints else 1  # a fingerprint's first read has nothing to be compared with
-        self._full_passes: list[
-            float
-        ] = []  # monotonic begin of the last complete passes that verified all they reached
         self._started = time.monotonic()
 
     def begin(self, kind: str) -> PassRecord:
@@ -100,15 +116,21 @@ class Coverage:
             for name, pool in self.pools.items():
                 pool.resident = record.resident[name]
                 pool.last_full_pass_at = time.time()
-            if not sum(record.unreached.values()):
-                self._full_passes = [*self._full_passes[-1:], record.started]
+                if not record.unreached[name]:
+                    pool.full_passes.append(record.started)
 
     def last(self, kind: str) -> PassRecord | None:
         """The last complete pass of this kind."""
-        return next((record for record in reversed(self.history) if record.kind == kind and record.complete), None)
+        return next(iter(self.recent(kind)), None)
 
-    def oldest_unverified_seconds(self) -> float | None:
-        """Upper bound on the age of the last verification of any reachable resident slot; None while none is resident.
+    def recent(self, kind: str) -> list[PassRecord]:
+        """Complete passes of this kind, newest first."""
+        return [record for record in reversed(self.history) if record.kind == kind and record.complete]
+
+    def oldest_unverified_seconds(self, pool: str | None = None) -> float | None:
+        """Upper bound on the age of the last verification of any reachable resident slot of one pool, or of all.
+
+        None while no slot is resident.
 
         A slot that was resident during a whole pass was read in it (promise I1), and one that came later is younger
         than that pass's beginning. A fingerprint has nothing to be compared with before its second read, one pass
@@ -116,12 +138,13 @@ class Coverage:
         stamps are verified). Passes that met slots they could not verify (contents still changing) do not count;
         before there are enough passes, everything counts from the start of the sweeper.
         """
-        last = self.last("deep")
-        if last is not None and not sum(last.resident.values()):
-            return None
-        enough = len(self._full_passes) >= self._reads_needed
-        since = self._full_passes[-self._reads_needed] if enough else self._started
-        return time.monotonic() - since
+        last, now = self.last("deep"), time.monotonic()
+        ages = []
+        for name, covered in self.pools.items():
+            if pool in (None, name) and (last is None or last.resident[name]):
+                passes = covered.full_passes
+                ages.append(now - (passes[-self._reads_needed] if len(passes) >= self._reads_needed else self._started))
+        return max(ages, default=None)
 
     @staticmethod
     def matrix(pools: Iterable[KVPool], *, fingerprints: bool, stamps: bool) -> list[dict[str, Any]]:

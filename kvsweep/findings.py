@@ -245,8 +245,8 @@ class Findings:
 
     def open_counts(self) -> Counter[tuple[str, str]]:
         """(pool, check) -> open findings."""
-        return Counter((finding.pool, finding.check) for finding in self._open.values())
+        return Counter((finding.pool, finding.check) for finding in list(self._open.values()))
 
     def known(self) -> list[dict[str, Any]]:
         """Remembered findings as dicts, oldest first, each with "open": bool."""
-        return [finding.to_dict() | {"open": id_ in self._open} for id_, finding in self._known.items()]
+        return [finding.to_dict() | {"open": id_ in self._open} for id_, finding in list(self._known.items())]

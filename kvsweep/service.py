@@ -7,6 +7,7 @@ one ERROR line, `kvsweep_up` 0 and the engine's hooks removed, while serving goe
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib
 import logging
 import os
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -30,12 +31,18 @@ from kvsweep.http import create_app
 from kvsweep.metrics import Metrics
 from kvsweep.pacing import Pacer
 from kvsweep.pool import KVPool
+from kvsweep.selftest import SelfTest, SelfTestFailed
+from kvsweep.status import sweeper_status, unhealthy
 from kvsweep.sweeper import Sweeper
+from kvsweep.tree import Gate
 from kvsweep.verify import Verifier
+from kvsweep.watchdog import Watchdog, survive_fork
 
 logger = logging.getLogger("kvsweep")
 
-MAX_FAILURES = 5  # passes in a row that may fail before the sweeper stops itself
+MAX_FAILURES = 5  # errors with no complete pass in between before the sweeper stops itself
+MAX_RETRY_SECONDS = 60.0
+TICK_SECONDS = 1.0
 
 
 class Service:
@@ -48,6 +55,11 @@ class Service:
         engine: what to watch.
         settings: None reads `KVSWEEP_*` and the TOML file; a bad value then ends in state "failed".
         on_finding: called in the sweeper's thread with each confirmed finding, besides what `on_violation` says.
+        metrics: None makes series with the engine's labels in a registry of their own.
+
+    Attributes:
+        port: what HTTP listens on; None while it does not (`http` off, or the port is taken: tried again).
+        retry_seconds: first pause after an error; doubles with each error in a row.
     """
 
     def __init__(
@@ -64,29 +76,47 @@ class Service:
         self.state = "stopped"
         self.reason: str | None = None
         self.port: int | None = None
+        self.retry_seconds = 1.0
         self.started_at = 0.0
+        self._since = 0.0  # when it was started or last resumed, monotonic
+        self._started = 0.0  # monotonic
         self._on_finding = on_finding
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = threading.Event()  # set once start has either worked or failed
         self._sweeper: Sweeper | None = None
-        self._errors: Counter[str] = Counter()
-        self._last_error: dict[str, Any] | None = None
+        self._log: FindingsLog | None = None
+        self._listener: socket.socket | None = None
         self._cancel: anyio.CancelScope | None = None
+        self._sweeping: anyio.CancelScope | None = None
         self._lock = threading.Lock()
+        self._errors: Counter[str] = Counter()
+        self._traced: set[tuple[str, str]] = set()  # (stage, message) of errors whose trace was logged
+        self._last_error: dict[str, Any] | None = None
+        self._selftest: dict[str, Any] = {"ok": None, "at": None, "detail": "not run yet"}
+        self._beat = 0.0  # when the loop was last seen alive, monotonic
 
     # ---- lifecycle ----
 
     def start(self, timeout: float = 60.0) -> bool:
-        """Attach to the engine and start sweeping; True if it runs when this returns. Idempotent."""
+        """Attach to the engine and start sweeping; True if it runs when this returns. Idempotent.
+
+        One that has failed (its HTTP port may still be up, saying so) is stopped first.
+        """
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
-                return self.state in ("running", "paused")
+                if self.state in ("running", "paused"):
+                    return True
+                self._stop(10.0)
             self._settled.clear()
             self._set_state("starting")
-            self.started_at = time.time()
+            self._selftest = {"ok": None, "at": None, "detail": "not run yet"}
+            self.started_at, self._started = time.time(), time.monotonic()
+            self._since = self._beat = self._started
             self._thread = threading.Thread(target=self._run, name="kvsweep", daemon=True)
             self._thread.start()
+            survive_fork(self)
+            atexit.register(self.stop)
             if not self._settled.wait(timeout):
                 self._fail(f"did not start within {timeout:.0f} s")
             return self.state == "running"
@@ -94,16 +124,20 @@ class Service:
     def stop(self, timeout: float = 10.0) -> None:
         """Stop sweeping, remove every hook, close the port and the log. Idempotent."""
         with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is None:
-                return
-            try:
-                self._in_loop(self._shut_down)
-            except RuntimeError as error:  # the loop has ended by itself
-                logger.debug("stop: %s", error)
-            thread.join(timeout)
-            if thread.is_alive():
-                logger.error("kvsweep did not stop within %.0f s (stage %s)", timeout, self._stage())
+            self._stop(timeout)
+
+    def _stop(self, timeout: float) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        atexit.unregister(self.stop)
+        try:
+            self._in_loop(self._shut_down)
+        except RuntimeError as error:  # the loop has ended by itself
+            logger.debug("stop: %s", error)
+        thread.join(timeout)
+        if thread.is_alive():
+            logger.error("kvsweep did not stop within %.0f s (stage %s)", timeout, self._stage())
 
     def _run(self) -> None:
         try:
@@ -113,85 +147,131 @@ class Service:
         finally:
             if self.state != "failed":
                 self._set_state("stopped")
-            self._loop = self._cancel = None
+            self._loop = self._cancel = self._sweeping = None
             self._settled.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        log: FindingsLog | None = None
-        listener: socket.socket | None = None
+        watchdog: Watchdog | None = None
+        selftest: SelfTest | None = None
         try:
             settings = self.settings = self.settings or load_settings()
             act = _action(settings.on_violation)
-            listener = _listen(settings) if settings.http else None
-            log = FindingsLog(
+            log = self._log = FindingsLog(
                 settings.findings_path,
                 max_bytes=settings.findings_max_bytes,
                 backups=settings.findings_backups,
                 per_minute=settings.findings_per_minute,
             )
             self.engine.attach()
-            self._sweeper = Sweeper(
+            sweeper = self._sweeper = Sweeper(
                 self.engine,
                 settings,
                 metrics=self.metrics,
                 findings=Findings(log),
                 pacer=Pacer(settings, self.engine.pressure),
-                make_verifier=lambda pool: make_verifier(pool, settings),
+                make_verifier=lambda pool: make_verifier(pool, settings, self.engine),
                 on_finding=lambda finding: self._tell(finding, act),
             )
-            self._announce(self._sweeper)
+            selftest = SelfTest(
+                settings, list(sweeper.pools.values()), lambda pool, engine: make_verifier(pool, settings, engine)
+            )
+            sweeper.add_job("selftest", lambda: self._self_test(selftest, sweeper))
+            self._announce(sweeper)
+            watchdog = Watchdog(settings.hang_seconds, self._busy, self._hung, threading.get_ident())
             async with anyio.create_task_group() as tasks:
                 self._cancel = tasks.cancel_scope
-                if listener is not None:
-                    self.port = listener.getsockname()[1]
-                    tasks.start_soon(self._serve, listener, settings)
-                tasks.start_soon(self._tick, self._sweeper)
-                tasks.start_soon(self._sweep, self._sweeper)
+                if settings.http:
+                    self._try_to_listen(settings)
+                    tasks.start_soon(self._keep, "http", lambda: self._serve(settings))
+                tasks.start_soon(self._keep, "gauges", lambda: self._tick(sweeper))
+                tasks.start_soon(self._keep, "pressure", sweeper.pacer.watch)
+                tasks.start_soon(self._sweep, sweeper)
                 self._set_state("running")
                 self._settled.set()
         except (ConfigError, OSError, ValueError) as error:
             self._fail(str(error))
         finally:
+            if watchdog is not None:
+                watchdog.stop()
             self._detach()
-            if log is not None:
-                log.close()
-            if listener is not None:
-                listener.close()
-            self.port = None
+            with anyio.CancelScope(shield=True):
+                for closing in (self._sweeper, selftest):
+                    if closing is not None:
+                        await closing.close()
+            self._let_go()
 
     async def _sweep(self, sweeper: Sweeper) -> None:
-        """Keep sweeping through errors, with growing pauses; give up after MAX_FAILURES in a row."""
-        failures = 0
+        """Keep sweeping through errors, with growing pauses; give up after MAX_FAILURES of one job in a row."""
+        with anyio.CancelScope() as self._sweeping:
+            while (failures := sweeper.failures[sweeper.job]) < MAX_FAILURES:
+                if failures:
+                    await anyio.sleep(min(self.retry_seconds * 2 ** (failures - 1), MAX_RETRY_SECONDS))
+                try:
+                    await sweeper.run()
+                except Exception as error:
+                    sweeper.failures[sweeper.job] += 1
+                    self._note_error(sweeper.stage, error)
+            message = self._last_error["message"] if self._last_error else ""
+            self._fail(f"stage {sweeper.stage} failed {failures} times in a row: {message}")
+        self._detach()
+
+    async def _keep(self, name: str, task: Callable[[], Awaitable[None]]) -> None:
+        """Run something beside the sweep for ever; errors are noted and it is begun again."""
+        retry = self.retry_seconds
         while True:
-            before = sum(sweeper.coverage.passes.values())
             try:
-                await sweeper.run()
+                await task()
             except Exception as error:
-                failures = 1 if sum(sweeper.coverage.passes.values()) > before else failures + 1
-                self._note_error(sweeper.stage, error)
-                if failures >= MAX_FAILURES:
-                    self._fail(f"stage {sweeper.stage} failed {failures} times in a row: {error}")
-                    self._detach()
-                    return
-            await anyio.sleep(min(2.0**failures, 60.0))
+                self._note_error(name, error)
+            await anyio.sleep(retry)
+            retry = min(retry * 2, MAX_RETRY_SECONDS)
 
     async def _tick(self, sweeper: Sweeper) -> None:
-        """Gauges that change by the clock."""
+        """Gauges that change by the clock, and the sign of life that the watchdog looks for."""
         while True:
+            self._beat = time.monotonic()
             sweeper.publish_gauges()
-            await anyio.sleep(1.0)
+            await anyio.sleep(TICK_SECONDS)
 
-    async def _serve(self, listener: socket.socket, settings: Settings) -> None:
+    async def _serve(self, settings: Settings) -> None:
         """The HTTP port; it outlives a failed sweeper, so that it can say so."""
-        config = uvicorn.Config(
-            create_app(self, token=settings.token), log_level="warning", access_log=False, lifespan="off"
+        listener = self._listener = self._listener or _listen(settings)
+        self.port = listener.getsockname()[1]
+        app = create_app(self, token=settings.token)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         )
-        server = uvicorn.Server(config)
         try:
             await server.serve(sockets=[listener])
         finally:
             server.should_exit = True
+            with anyio.CancelScope(shield=True):
+                await server.shutdown(sockets=[listener])
+            self._listener = self.port = None
+
+    def _try_to_listen(self, settings: Settings) -> None:
+        """Listen at once if possible, so that `start` returns with the port known; if not, `_serve` says why."""
+        try:
+            self._listener = _listen(settings)
+            self.port = self._listener.getsockname()[1]
+        except ConfigError:
+            self._listener = None
+
+    async def _self_test(self, selftest: SelfTest, sweeper: Sweeper) -> None:
+        try:
+            ok, detail = True, await selftest.run()
+        except SelfTestFailed as error:
+            ok, detail = False, str(error)
+        except Exception as error:
+            ok, detail = False, f"{type(error).__name__}: {error}"
+            self._note_error("selftest", error)
+        self._selftest = {"ok": ok, "at": time.time(), "detail": detail}
+        self.metrics.selftest_ok.set(ok)
+        self.metrics.selftest_runs_total.labels(result="ok" if ok else "failed").inc()
+        if not ok:
+            sweeper.pacer.test_again()
+            logger.error("kvsweep: the self-test failed, do not trust this sweeper: %s", detail)
 
     def _shut_down(self) -> None:
         if self._cancel is not None:
@@ -201,6 +281,52 @@ class Service:
         """Give the engine its own methods back; the gate keeps the scheduler out meanwhile."""
         with self.engine.gate:
             self.engine.detach()
+
+    def _let_go(self) -> None:
+        """Close port and log."""
+        if self._log is not None:
+            self._log.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = self._log = self.port = None
+
+    # ---- seen from outside: a hang, a fork ----
+
+    @property
+    def gate(self) -> Gate:
+        return self.engine.gate
+
+    def _busy(self) -> list[tuple[str, float]]:
+        since = self._sweeper.busy_since if self._sweeper else None
+        stage = [] if since is None else [(f"stage {self._stage()}", since)]
+        return [*stage, ("the sweeper's loop", self._beat)]
+
+    def _hung(self, what: str) -> None:
+        """In the watchdog's thread: the sweeper's may never run again."""
+        self._fail(what)
+
+        def give_up() -> None:
+            if self._sweeping is not None:
+                self._sweeping.cancel()
+            self._detach()
+
+        try:
+            self._in_loop(give_up)
+        except RuntimeError as error:
+            logger.debug("gave up on a loop that has ended: %s", error)
+
+    def forked(self) -> None:
+        """In a forked child: the sweeper's thread runs in the parent only. Lets go of hooks, journal, port and log.
+        Metrics are left alone: in multiprocess mode they would overwrite the parent's."""
+        if self._thread is None:
+            return
+        self.engine.detach()
+        self.engine.journal.drain()
+        self._let_go()
+        atexit.unregister(self.stop)
+        self._thread = self._loop = self._cancel = self._sweeping = self._sweeper = None
+        self._lock, self._settled = threading.Lock(), threading.Event()
+        self.state, self.reason = "stopped", f"this process was forked; the sweeper runs in its parent {os.getppid()}"
 
     # ---- what went wrong, what was found ----
 
@@ -216,11 +342,12 @@ class Service:
     def _note_error(self, stage: str, error: BaseException) -> None:
         """Count an error; log it with a trace the first time this stage fails this way."""
         message = f"{type(error).__name__}: {error}"
-        repeated = self._last_error is not None and self._last_error["message"] == message
+        new = (stage, message) not in self._traced and not isinstance(error, ConfigError)
+        self._traced.add((stage, message))
         self._errors[stage] += 1
         self._last_error = {"stage": stage, "message": message, "at": time.time()}
         self.metrics.errors_total.labels(stage=stage).inc()
-        logger.error("kvsweep: error in stage %s: %s", stage, message, exc_info=None if repeated else error)
+        logger.error("kvsweep: error in stage %s: %s", stage, message, exc_info=error if new else None)
 
     def _tell(self, finding: Finding, act: Callable[[Finding], None] | None) -> None:
         for callback in (self._on_finding, act):
@@ -233,11 +360,13 @@ class Service:
 
     def _announce(self, sweeper: Sweeper) -> None:
         """The coverage matrix, in the log, before anything is claimed (promise I6)."""
-        assert self.settings is not None
+        settings = sweeper.settings
         for pool in sweeper.pools.values():
-            stamps = ", ".join(stamp.name for stamp in pool.stamps) or "none"
-            logger.info("kvsweep covers pool %s: %d slots x %d segments (%d B a slot), stamps: %s",
-                        pool.name, pool.num_slots - 1, len(pool.segments), pool.row_bytes, stamps)  # fmt: skip
+            rows = Coverage.matrix([pool], fingerprints=settings.fingerprints, stamps=settings.stamps)
+            on = {check: sum(row["checks"][check] for row in rows) for check in ("fingerprint", "stamps")}
+            logger.info("kvsweep covers pool %s: %d slots, %d segments (%d B a slot): fingerprints of %d of them, "
+                        "stamps (%s) over %d of them", pool.name, pool.num_slots - 1, len(rows), pool.row_bytes,
+                        on["fingerprint"], ", ".join(stamp.name for stamp in pool.stamps) or "none", on["stamps"])  # fmt: skip
         for name, reason in self._uncovered(sweeper).items():
             logger.warning("kvsweep does NOT cover %s: %s", name, reason)
 
@@ -250,26 +379,40 @@ class Service:
     # ---- controls (any thread) ----
 
     def pause(self) -> None:
-        self._control(lambda sweeper: setattr(sweeper.pacer, "paused", True))
+        """Stop before the next chunk; the pass goes on from there when resumed."""
+        self._need("running")
+        self._control(lambda sweeper: sweeper.pause())
         self._set_state("paused")
 
     def resume(self) -> None:
-        self._control(lambda sweeper: setattr(sweeper.pacer, "paused", False))
+        self._need("paused")
+        self._since = time.monotonic()
+        self._control(lambda sweeper: sweeper.resume())
         self._set_state("running")
 
     def run_now(self, kind: str = "deep") -> None:
-        """Start a pass ("deep" or "light") as soon as the running one is done."""
+        """Start a pass ("deep" or "light") or the "selftest" as soon as the running job is done."""
         if self.state == "paused":
             raise RuntimeError("the sweeper is paused: resume it first")
+        if self._sweeper is not None and kind not in self._sweeper.jobs:
+            raise RuntimeError(f"kind={kind!r}: expected one of {', '.join(self._sweeper.jobs)}")
         self._control(lambda sweeper: sweeper.pacer.asked.append(kind))
 
     def cancel(self) -> None:
         """End the running pass as incomplete."""
-        self._control(lambda sweeper: setattr(sweeper, "cancelled", sweeper.coverage.current is not None))
+        if self._sweeper is not None and self._sweeper.coverage.current is None:
+            raise RuntimeError("no pass is running")
+        self._control(lambda sweeper: sweeper.cancel())
 
     def recheck(self) -> None:
         """Read the slots of all open findings again, ahead of any other work."""
         self._control(lambda sweeper: sweeper.pacer.asked.insert(0, "recheck"))
+
+    def _need(self, state: str) -> None:
+        if self.state != state:
+            raise RuntimeError(
+                f"the sweeper is {self.state}, not {state}" + (f": {self.reason}" if self.reason else "")
+            )
 
     def _control(self, change: Callable[[Sweeper], None]) -> None:
         sweeper = self._sweeper
@@ -304,20 +447,12 @@ class Service:
 
     def health(self) -> tuple[bool, str | None]:
         """False, with a reason, where the sweeper does not do what it is there for."""
-        sweeper, settings = self._sweeper, self.settings
         if self.state not in ("running", "paused", "starting"):
             return False, self.reason or f"the sweeper is {self.state}"
-        if sweeper is None or settings is None or self.state == "paused":
+        if self._sweeper is None or self.state != "running":
             return True, None
-        last = sweeper.coverage.last("deep")
-        since = time.time() - (self.started_at if last is None else last.started_at + last.duration)
-        if settings.every_steps is None and since > 3 * settings.cycle_target:
-            return False, f"no deep pass has completed for {since:.0f} s (cycle target {settings.cycle_target:.0f} s)"
-        verified = any(pool.verified.total() for pool in sweeper.coverage.pools.values())
-        resident = last is not None and sum(last.resident.values()) > 0
-        if sweeper.coverage.passes["deep"] > 2 and resident and not verified:
-            return False, "slots are resident but none has been verified"
-        return True, None
+        reason = unhealthy(self._sweeper, since=self._since, selftest=self._selftest)
+        return reason is None, reason
 
     def status(self) -> dict[str, Any]:
         """Everything about the sweeper as JSON-ready data."""
@@ -329,7 +464,8 @@ class Service:
             "engine": self.engine.name,
             "labels": dict(self.engine.labels),
             "started_at": self.started_at,
-            "uptime_s": time.time() - self.started_at if self.state in ("running", "paused") else 0.0,
+            "uptime_s": time.monotonic() - self._started if self.state in ("running", "paused") else 0.0,
+            "selftest": self._selftest,
             "errors": dict(self._errors),
             "last_error": self._last_error,
         }
@@ -339,71 +475,14 @@ class Service:
         return self._sweeper.stage if self._sweeper else "start"
 
 
-def sweeper_status(sweeper: Sweeper, uncovered: dict[str, str]) -> dict[str, Any]:
-    """The part of the status that the sweeper knows."""
-    coverage, gate, findings, settings = sweeper.coverage, sweeper.engine.gate, sweeper.findings, sweeper.settings
-    current = coverage.current
-    left = None if current is None else max(current.total - current.slots, 0)
-    return {
-        "backend": next(iter(sweeper.pools.values())).device.type,
-        "pass": current
-        and {
-            "kind": current.kind,
-            "number": current.number,
-            "started_at": current.started_at,
-            "progress": current.progress,
-            "slots_done": current.slots,
-            "slots_total": max(current.total, current.slots),
-            "rate_slots_per_s": current.rate,
-            "eta_s": left / current.rate if left is not None and current.rate and current.total else None,
-        },
-        "passes": dict(coverage.passes),
-        "history": [record.summary() for record in coverage.history],
-        "coverage": {
-            "pools": [
-                {
-                    "pool": name,
-                    "resident": pool.resident,
-                    "fingerprinted": pool.fingerprinted,
-                    "verified": dict(pool.verified),
-                    "skipped": dict(pool.skipped),
-                    "oldest_unverified_s": coverage.oldest_unverified_seconds(),
-                    "last_full_pass_at": pool.last_full_pass_at,
-                }
-                for name, pool in coverage.pools.items()
-            ],
-            "matrix": Coverage.matrix(
-                sweeper.pools.values(), fingerprints=settings.fingerprints, stamps=settings.stamps
-            ),
-            "uncovered": uncovered,
-        },
-        "budgets": {
-            **{name: {"budget": b.share, "used": b.used()} for name, b in sweeper.pacer.budgets.items()},
-            "cycle_target_s": settings.cycle_target,
-            "throttled_s": dict(sweeper.pacer.throttled),
-        },
-        "gate": {
-            "hold_p99_us": gate.holds.quantile(0.99) / 1000,
-            "hold_max_us": gate.holds.max / 1000,
-            "wait_p999_us": gate.waits.quantile(0.999, out_of=gate.entries) / 1000,
-            "wait_max_us": gate.waits.max / 1000,
-            "entries": gate.entries,
-        },
-        "findings": {
-            "open": sum(findings.open_counts().values()),
-            "confirmed": findings.confirmed,
-            "dismissed": dict(findings.dismissed),
-            "suppressed": findings.log.suppressed,
-        },
-    }
-
-
-def make_verifier(pool: KVPool, settings: Settings) -> Verifier:
+def make_verifier(pool: KVPool, settings: Settings, engine: Engine) -> Verifier:
     """The backend for a pool: Triton where it lies on a GPU, numba where it lies in host memory."""
     if pool.device.type == "cuda":
         from kvsweep.verify.cuda import CudaVerifier
 
-        return CudaVerifier(pool, per_segment=settings.per_segment)
+        return CudaVerifier(
+            pool, streams=engine.streams, per_segment=settings.per_segment, chunk_slots=settings.chunk_slots
+        )
     from kvsweep.verify.cpu import CpuVerifier
 
     return CpuVerifier(pool, per_segment=settings.per_segment)

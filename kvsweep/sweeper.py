@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvsweep.checks.light import CHECKS as LIGHT_CHECKS
+from kvsweep.checks.light import LightPass
+from kvsweep.checks.suspects import Candidate
 from kvsweep.config import Settings
 from kvsweep.coverage import Coverage, PassRecord
 from kvsweep.engine import Engine
@@ -28,15 +31,36 @@ from kvsweep.pacing import Pacer
 from kvsweep.plan import Plan, plan_chunks
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Cursor, Spans
+from kvsweep.tree.journal import Freed
 from kvsweep.verify import Suspect, Verdict, Verifier
 
 logger = logging.getLogger("kvsweep")
 
 DEEP_CHECKS = ("fingerprint", "chain", "position", "token", "real_kv")
+SWA_LIGHT_CHECKS = ("swa_map", "accounting")
+MAX_SPANS = 512  # of one snapshot: planning takes a few Python steps a span, and the scheduler waits for the GIL
 
 
 class PassInterrupted(Exception):
     """The pass cannot go on and ends incomplete; the message says why."""
+
+
+@dataclass
+class _Walk:
+    """A deep pass under way. It outlives an error in a stage: what was planned keeps its marks, a free still takes
+    them away, so reading it later is as safe as reading it now and the pass goes on where it stopped.
+
+    Attributes:
+        cursor: where the tree has been walked to; `walked` when all of it has.
+        plans: chunks planned and not yet verified.
+        only_new: this walk takes only what was never read since it was last free; the walk over everything follows.
+    """
+
+    record: PassRecord
+    cursor: Cursor
+    only_new: bool
+    plans: deque[Plan] = field(default_factory=deque)
+    walked: bool = False
 
 
 class Sweeper:
@@ -46,6 +70,12 @@ class Sweeper:
         engine: attached already.
         make_verifier: builds the backend for a pool.
         on_finding: called with each new confirmed finding.
+
+    Attributes:
+        jobs: what the pacer may call for, by name; `job` is the one that ran last.
+        failures: errors in a row, by job.
+        stage: the stage at work, or the one that was last; `busy_since` (monotonic) is None between stages.
+        new_first_seconds: a deep pass that follows one as long as this begins with what was never read (see `_begin`).
     """
 
     def __init__(
@@ -64,82 +94,176 @@ class Sweeper:
         self.metrics = metrics
         self.findings = findings
         self.pacer = pacer
-        self.cancelled = False
+        self.jobs: dict[str, Callable[[], Awaitable[object]]] = {
+            "deep": self.deep_pass,
+            "light": self.light_pass,
+            "recheck": self.recheck,
+        }
+        self.job = "deep"
+        self.failures: Counter[str] = Counter()
         self.stage = "snapshot"
+        self.busy_since: float | None = None
+        self.new_first_seconds = 5.0
         self._make_verifier = make_verifier
+        self._verifiers: dict[str, Verifier] = {}
         self._on_finding = on_finding
+        self._walk: _Walk | None = None
         self._published: dict[str, float] = defaultdict(float)  # totals already in the Prometheus counters
+        self._published |= {"gate_entries": engine.gate.entries, "journal_overflows": engine.journal.overflows}
         self._cases: dict[str, Plan] = {}  # finding id -> the one row it is about, for `recheck`
         self._open_pools()
         self.coverage = Coverage(self.pools.values(), fingerprints=settings.fingerprints)
 
     async def run(self) -> None:
-        """Pass after pass, as the pacer says, until cancelled."""
+        """Job after job, as the pacer says, until cancelled. A pass that an error stopped goes on first."""
         while True:
-            kind = await self.pacer.next_pass()
-            await (self.recheck() if kind == "recheck" else self.deep_pass())
+            self.job = "deep" if self._walk is not None else await self.pacer.next_pass()
+            if self.job in self.jobs:
+                await self.jobs[self.job]()
+                self.failures[self.job] = 0
+
+    def add_job(self, name: str, job: Callable[[], Awaitable[object]]) -> None:
+        """Something else the pacer may call for; it counts as a stage of that name."""
+
+        async def staged() -> None:
+            with self._stage(name):
+                await job()
+
+        self.jobs[name] = staged
+
+    def pause(self) -> None:
+        """Before the next chunk; the walk stays where it is."""
+        self.pacer.pause()
+        if self.coverage.current is not None:
+            self.coverage.current.pause()
+
+    def resume(self) -> None:
+        if self.coverage.current is not None:
+            self.coverage.current.resume()
+        self.pacer.resume()
+
+    def cancel(self) -> None:
+        """The running pass ends as incomplete, also while paused."""
+        if self._walk is not None:
+            self.pacer.cancelled = True
+            self.pacer.wake()
+
+    async def close(self) -> None:
+        """Release what the backends hold; the record of what was found and covered stays."""
+        for verifier in self._verifiers.values():
+            await verifier.close()
+        self._verifiers, self._cases, self._walk = {}, {}, None
 
     # ---- one pass, top to bottom ----
 
     async def deep_pass(self) -> PassRecord:
         """Verify the bytes of every slot that the tree holds; the record says whether it got through."""
-        record = self.coverage.begin("deep")
-        walked = False
+        walk = self._walk = self._walk or self._begin()
+        record = walk.record
         try:
-            self._reopen_pools_if_changed()
-            cursor = self.engine.tree.cursor(unlocked_only=self.settings.unlocked_only)
-            while not walked:
-                await self._pace(record)
-                self._drain()  # from here on, what is freed shows up in the drain after the read
-                spans, walked = await self._snapshot(cursor)
-                for plan in self._plan(spans):
+            await self._reopen_pools_if_changed()
+            while walk.only_new or walk.plans or not walk.walked:
+                if walk.only_new and walk.walked and not walk.plans:
+                    self._begin_again(walk)
+                await self._pace()
+                if not walk.plans:
+                    self._drain()  # from here on, what is freed shows up in the drain after the read
+                    spans = await self._snapshot(walk)
+                    self._plan(spans, walk)
+                    if not walk.only_new:
+                        self._publish_spans(spans, record)
+                if walk.plans:
+                    plan = walk.plans[0]
                     verdict = await self._verify(plan)
                     self._drain()
                     suspects = self._settle(plan, verdict, record)
                     await self._confirm(plan, suspects, record)
-                    self._publish_chunk(plan, verdict, record)
-                self._publish_spans(spans, record)
+                    self._publish_chunk(plan, verdict, walk)
+                    walk.plans.popleft()
         except PassInterrupted as reason:
             logger.warning("deep pass %d ended early: %s", record.number, reason)
-            walked = False
-        finally:
-            self.coverage.end(record, complete=walked)
-        self._publish_pass(record)
+            self._end(record, complete=False)
+        except Exception:
+            if self.stage in ("snapshot", "plan"):  # what the cursor had just passed is lost: start anew
+                self._end(record, complete=False)
+            raise
+        else:
+            self._end(record, complete=True)
         return record
 
-    async def _pace(self, record: PassRecord) -> None:
-        """Wait for the budgets, then for the engine's memory to be readable at all."""
-        record.idle += await self.pacer.ready()
-        if self.cancelled:
-            self.cancelled = False
+    def _begin(self) -> _Walk:
+        """A new pass, in this order: what was never read (if the tree is so large that it would wait long for its
+        turn), then everything, in the tree's order, which is the order of the last pass: oldest first. How often a
+        node is asked for plays no part."""
+        record, last = self.coverage.begin("deep"), self.coverage.last("deep")
+        long_way = last is not None and last.duration >= self.new_first_seconds
+        return _Walk(record, self._cursor(), only_new=long_way and self.settings.fingerprints)
+
+    def _begin_again(self, walk: _Walk) -> None:
+        """All that is new has been read: now everything."""
+        walk.cursor, walk.walked, walk.only_new = self._cursor(), False, False
+
+    def _cursor(self) -> Cursor:
+        return self.engine.tree.cursor(unlocked_only=self.settings.unlocked_only)
+
+    def _end(self, record: PassRecord, *, complete: bool) -> None:
+        self._walk = None
+        self.coverage.end(record, complete=complete)
+        held_back = self.pacer.deep_pass_ended(complete=complete)
+        if complete and record.duration > self.settings.cycle_target:
+            reasons = ", ".join(f"{reason} {seconds:.1f} s" for reason, seconds in held_back.items()) or "nothing"
+            logger.warning("deep pass %d took %.1f s, longer than the cycle target of %.1f s; held back by: %s",
+                           record.number, record.duration, self.settings.cycle_target, reasons)  # fmt: skip
+        self._publish_pass(record)
+
+    async def _pace(self) -> None:
+        """Wait for the budgets; see then whether the engine's memory may be read at all."""
+        await self.pacer.ready()
+        if self.pacer.cancelled:
+            self.pacer.cancelled = False
             raise PassInterrupted("cancelled by request")
         if not self.engine.pools_ready() or self.engine.pools_generation != self._generation:
             raise PassInterrupted("the engine released or re-allocated its KV memory; fingerprints are dropped")
 
-    async def _snapshot(self, cursor: Cursor) -> tuple[Spans, bool]:
+    async def _snapshot(self, walk: _Walk) -> Spans:
         """Copy references to about one chunk of slots out of the tree, in slices of at most `slice_us` of gate."""
-        spans, walked = Spans(), False
+        spans = Spans()
         target = max(self.settings.chunk_slots * 4 // 5, 1)  # room for the node that overshoots
-        while not walked and spans.num_slots < target:
+        while not walk.walked and spans.num_slots < target and len(spans) < MAX_SPANS:
             with self._stage("snapshot"):
                 deadline = time.perf_counter_ns() + int(self.settings.slice_us * 1000)
                 with self.engine.gate.held() as hold:
-                    walked = cursor.advance(spans, target, deadline)
+                    walk.walked = walk.cursor.advance(spans, target, deadline)
             await self.pacer.after_slice(hold.seconds)
-        return spans, walked
+        return spans
 
-    def _plan(self, spans: Spans) -> list[Plan]:
+    def _plan(self, spans: Spans, walk: _Walk) -> None:
         """Chunks of every pool, their rows marked, so that a free drained from now on takes the mark away."""
-        plans: list[Plan] = []
         with self._stage("plan"):
+            plans: list[Plan] = []
             for pool, verifier in self._verifiers.items():
                 with verifier.planning():
-                    plans += plan_chunks(
+                    planned = plan_chunks(
                         spans, self.engine.tree, self.pools[pool], self._tree_slots, self.settings.chunk_slots
                     )
+                    plans += self._new_rows(planned, verifier) if walk.only_new else planned
             for plan in plans:
                 self._mark(plan)
-        return plans
+            walk.plans.extend(plans)
+
+    def _new_rows(self, plans: list[Plan], verifier: Verifier) -> Iterator[Plan]:
+        """The plans with slot 0, which is skipped, in each row that was read before: such a slot keeps its mark until
+        it is freed. On a GPU nothing may wait for the answer, so a plan without a new row is launched as well."""
+        for plan in plans:
+            new = ~verifier.alive(plan.chunk.slots)
+            if plan.pool.device.type == "cpu" and not new.any():
+                continue
+            yield replace(
+                plan,
+                chunk=replace(plan.chunk, slots=torch.where(new, plan.chunk.slots, 0)),
+                tree_slots=torch.where(new, plan.tree_slots, 0),
+                tree_prev_slots=torch.where(new, plan.tree_prev_slots, 0),
+            )
 
     def _mark(self, plan: Plan) -> None:
         for name, slots in self._marks(plan):
@@ -156,7 +280,7 @@ class Sweeper:
 
     async def _verify(self, plan: Plan) -> Verdict:
         """Read the chunk once: one launch, off the GIL or on the side stream."""
-        with self._stage("verify", host=False):
+        with self._stage("verify"):
             begin = time.monotonic()
             verdict = await self._verifiers[plan.pool.name].verify(
                 plan.chunk, stamps=self.settings.stamps, fingerprints=self.settings.fingerprints
@@ -164,12 +288,14 @@ class Sweeper:
             self.pacer.spend_device(time.monotonic() - begin, verdict.bytes_read)
         return verdict
 
-    def _drain(self) -> None:
-        """Apply the journal: freed slots lose fingerprint and mark."""
-        for freed in self.engine.journal.drain():
+    def _drain(self) -> list[Freed]:
+        """Apply the journal: freed slots lose fingerprint and mark. Returns its entries, oldest first."""
+        entries = self.engine.journal.drain()
+        for freed in entries:
             for name, verifier in self._verifiers.items():
                 if freed.pool in ("*", name):
                     verifier.forget(freed.slots)
+        return entries
 
     def _alive(self, plan: Plan) -> torch.Tensor:
         """bool [n]: rows whose slots were not freed since they were marked."""
@@ -271,7 +397,8 @@ class Sweeper:
 
     async def recheck(self) -> None:
         """Read the slots of all open findings of the deep pass again, now: those that are freed or fine are closed."""
-        self._reopen_pools_if_changed()
+        if self.engine.pools_generation != self._generation or not self.engine.pools_ready():
+            return  # those slots are gone; the next pass says what is open
         for id_, case in list(self._cases.items()):
             await self.pacer.ready()
             self._drain()
@@ -288,6 +415,73 @@ class Sweeper:
                 self.findings.close(id_)
                 del self._cases[id_]
 
+    # ---- the light pass ----
+
+    async def light_pass(self) -> PassRecord:
+        """Check the structure of tree, allocators and requests; no bytes are read."""
+        record = self.coverage.begin("light")
+        complete = False
+        try:
+            await self._reopen_pools_if_changed()
+            self.stage = "structure"
+            report = await self._light.run()
+            complete = report.complete
+            self._dismiss("transient", report.transient)
+            self._dismiss("stale", report.stale)
+            for candidate in report.candidates:
+                record.confirmed += self._report(self._describe_structure(candidate, record.number))
+            record.slots = report.slots
+            for pool in self.pools.values():
+                for check in self._light_checks(pool):
+                    count = report.sizes.get(pool.name, {}).get("tree", 0)
+                    self.coverage.pools[pool.name].verified[check] += count
+                    self.metrics.slots_verified_total.labels(pool=pool.name, check=check).inc(count)
+        except PassInterrupted as reason:
+            logger.warning("light pass %d ended early: %s", record.number, reason)
+        finally:
+            self.coverage.end(record, complete=complete)
+        self._publish_pass(record)
+        return record
+
+    def _describe_structure(self, candidate: Candidate, pass_number: int) -> Finding:
+        """The finding for a fault of structure; its detail lists all slots, nodes and requests."""
+        position = candidate.positions[0] if candidate.positions else None
+        namespace, tokens = "", None
+        if candidate.nodes and position is not None:
+            with self.engine.gate.held():
+                namespace, tokens = self.engine.tree.prefix(candidate.nodes[0], position)
+        names = candidate.detail["nodes"]
+        now = time.time()
+        return Finding(
+            id=finding_id(candidate.check, candidate.pool, candidate.slots, names, candidate.detail["requests"]),
+            check=candidate.check,
+            pool=candidate.pool,
+            segment=None,
+            slot=candidate.slots[0] if candidate.slots else None,
+            position=position,
+            token=int(tokens[-1]) if tokens is not None and len(tokens) else None,
+            node=names[0] if names else None,
+            namespace=namespace,
+            prefix_hash=None if tokens is None else prefix_hash(namespace, tokens),
+            expected=None,
+            actual=None,
+            first_seen=now,
+            confirmed_at=now,
+            pass_number=pass_number,
+            labels=dict(self.engine.labels),
+            message=f"KV cache structure violated: {candidate.message}",
+            detail={**candidate.detail, "slots": list(candidate.slots)},
+        )
+
+    def _light_checks(self, pool: KVPool) -> tuple[str, ...]:
+        """The light checks that run on a pool."""
+        swa = pool.kind is PoolKind.SWA
+        return tuple(
+            check
+            for check in LIGHT_CHECKS
+            if check not in self.light_uncovered and (not swa or check in SWA_LIGHT_CHECKS)
+        )
+
     # ---- pools ----
 
     def _open_pools(self) -> None:
@@ -299,43 +493,57 @@ class Sweeper:
             raise ValueError(f"expected one FULL pool, the engine {self.engine.name} has {len(full)}")
         self._tree_pool, self._tree_slots = full[0].name, full[0].num_slots
         self._verifiers = {name: self._make_verifier(pool) for name, pool in self.pools.items()}
+        self._light = LightPass(
+            self.engine,
+            list(self.pools.values()),
+            drain=self._drain,
+            pause=self.pacer.after_slice,
+            slice_us=self.settings.slice_us,
+        )
+        self.light_uncovered = self._light.uncovered()
         for pool in self.pools.values():
             self.metrics.declare(pool.name, self._checks(pool))
 
     def _checks(self, pool: KVPool) -> tuple[str, ...]:
-        """The deep checks that run on a pool."""
-        return DEEP_CHECKS if pool.stamps else ("fingerprint",)
+        """The checks that run on a pool."""
+        return (*(DEEP_CHECKS if pool.stamps else ("fingerprint",)), *self._light_checks(pool))
 
-    def _reopen_pools_if_changed(self) -> None:
+    async def _reopen_pools_if_changed(self) -> None:
         if not self.engine.pools_ready():
             raise PassInterrupted("the engine has released its KV memory")
         if self.engine.pools_generation != self._generation:
             logger.info("the engine re-allocated its KV memory: reading its pools again, all fingerprints dropped")
+            for verifier in self._verifiers.values():
+                await verifier.close()
             self._open_pools()
 
     # ---- publishing ----
 
     @contextmanager
-    def _stage(self, stage: str, *, host: bool = True) -> Iterator[None]:
-        """Name what is being done (for the watchdog and the error counter), time it, and charge the host budget."""
-        self.stage = stage
-        begin, cpu = time.perf_counter(), time.thread_time()
-        yield
+    def _stage(self, stage: str) -> Iterator[None]:
+        """Name what is being done, for the watchdog and the error counter, and time it."""
+        self.stage, self.busy_since = stage, time.monotonic()
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.busy_since = None
         self.metrics.stage_seconds.labels(stage=stage).observe(time.perf_counter() - begin)
-        if host:
-            self.pacer.spend_host(time.thread_time() - cpu)
 
-    def _publish_chunk(self, plan: Plan, verdict: Verdict, record: PassRecord) -> None:
+    def _publish_chunk(self, plan: Plan, verdict: Verdict, walk: _Walk) -> None:
         with self._stage("publish"):
-            pool = plan.pool.name
-            record.resident[pool] += verdict.rows_read
+            pool, record = plan.pool.name, walk.record
+            record.verified += sum(verdict.verified.values())
             for check, count in verdict.verified.items():
                 self.coverage.pools[pool].verified[check] += count
                 self.metrics.slots_verified_total.labels(pool=pool, check=check).inc(count)
             self.metrics.bytes_verified_total.labels(pool=pool).inc(verdict.bytes_read)
+            self._skip(pool, "suspects_overflow", verdict.suspect_count - len(verdict.suspects))
+            if walk.only_new:  # met again, and counted, in the walk over everything
+                return
+            record.resident[pool] += verdict.rows_read
             unread = "tombstone" if plan.pool.kind is PoolKind.SWA else "out_of_range"
             self._skip(pool, unread, len(plan.chunk) - verdict.rows_read)
-            self._skip(pool, "suspects_overflow", verdict.suspect_count - len(verdict.suspects))
 
     def _publish_spans(self, spans: Spans, record: PassRecord) -> None:
         with self._stage("publish"):
@@ -354,7 +562,8 @@ class Sweeper:
             self.metrics.passes_total.labels(kind=record.kind).inc()
             self.metrics.pass_duration_seconds.labels(kind=record.kind).observe(record.duration)
             self.metrics.last_pass_completed_timestamp_seconds.labels(kind=record.kind).set_to_current_time()
-            self.findings.close_gone(DEEP_CHECKS, record.number)
+            self.findings.close_gone(DEEP_CHECKS if record.kind == "deep" else LIGHT_CHECKS, record.number)
+        if record.complete and record.kind == "deep":
             still_open = {finding["id"] for finding in self.findings.known() if finding["open"]}
             self._cases = {id_: case for id_, case in self._cases.items() if id_ in still_open}
             for name, verifier in self._verifiers.items():
