@@ -245,7 +245,8 @@ class RadixTree:
     def lock_refs(self, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
         """See LockedTree.lock_refs."""
         own = [1 if node is self._root else node.lock_ref for node in nodes]
-        return own, [sum([child.lock_ref for child in node.children.values()]) if node.children else 0 for node in nodes]
+        below = [sum([child.lock_ref for child in node.children.values()]) if node.children else 0 for node in nodes]
+        return own, below
 
     def swa_resident_at(self, node: Node, position: int) -> bool | None:
         """See LockedTree.swa_resident_at."""
