@@ -29,7 +29,7 @@ class PoolCoverage:
     full_passes: deque[float] = field(default_factory=lambda: deque(maxlen=2))
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class PassRecord:
     """One pass, running or done. Times: `started` and `ended` are monotonic, `started_at` is unix seconds."""
 
@@ -93,7 +93,7 @@ class Coverage:
     def __init__(self, pools: Iterable[KVPool], *, fingerprints: bool) -> None:
         self.pools: dict[str, PoolCoverage] = {pool.name: PoolCoverage() for pool in pools}
         self.history: deque[PassRecord] = deque(maxlen=60)
-        self.current: PassRecord | None = None
+        self.running: list[PassRecord] = []  # a light pass may run within a deep one
         self.passes: Counter[str] = Counter(deep=0, light=0)
         self._numbers: Counter[str] = Counter()
         self._reads_needed = 2 if fingerprints else 1  # a fingerprint's first read has nothing to be compared with
@@ -102,12 +102,17 @@ class Coverage:
     def begin(self, kind: str) -> PassRecord:
         self._numbers[kind] += 1
         total = next((record.slots for record in reversed(self.history) if record.kind == kind and record.complete), 0)
-        self.current = PassRecord(kind=kind, number=self._numbers[kind], total=total)
-        return self.current
+        self.running.append(PassRecord(kind=kind, number=self._numbers[kind], total=total))
+        return self.running[-1]
+
+    @property
+    def current(self) -> PassRecord | None:
+        """The running pass; of a light one within a deep one, the deep one."""
+        return next(iter(self.running), None)
 
     def end(self, record: PassRecord, *, complete: bool) -> None:
         record.ended, record.complete = time.monotonic(), complete
-        self.current = None
+        self.running.remove(record)
         self.history.append(record)
         if not complete:
             return

@@ -185,7 +185,7 @@ class Pacer:
             return self.asked.pop(0)
         if self._deep_passes >= self._test_due:
             return "selftest"
-        if settings.light_interval and now - self._started.get("light", -math.inf) >= settings.light_interval:
+        if self.light_due():
             return "light"
         if settings.every_steps is None:  # half the target, so that rest and pass together stay below it
             due = now - self._started.get("deep", -math.inf) >= settings.cycle_target / 2
@@ -193,6 +193,14 @@ class Pacer:
             steps, last = self._pressure().steps, self._deep_steps
             due = settings.every_steps > 0 and (last is None or steps - last >= settings.every_steps)
         return "deep" if due else None
+
+    def light_due(self) -> bool:
+        """True, once, if a light pass should begin now."""
+        now, interval = time.monotonic(), self._settings.light_interval
+        if not interval or now - self._started.get("light", -math.inf) < interval:
+            return False
+        self._started["light"] = now
+        return True
 
     def deep_pass_ended(self, *, complete: bool) -> dict[str, float]:
         """Note the end of a deep pass; what held it back, in seconds by reason, most first."""

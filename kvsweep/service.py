@@ -363,10 +363,11 @@ class Service:
         settings = sweeper.settings
         for pool in sweeper.pools.values():
             rows = Coverage.matrix([pool], fingerprints=settings.fingerprints, stamps=settings.stamps)
-            on = {check: sum(row["checks"][check] for row in rows) for check in ("fingerprint", "stamps")}
+            covered = {check: sum(row["checks"][check] for row in rows) for check in ("fingerprint", "stamps")}
+            stamps = ", ".join(stamp.name for stamp in pool.stamps) or "none"
             logger.info("kvsweep covers pool %s: %d slots, %d segments (%d B a slot): fingerprints of %d of them, "
                         "stamps (%s) over %d of them", pool.name, pool.num_slots - 1, len(rows), pool.row_bytes,
-                        on["fingerprint"], ", ".join(stamp.name for stamp in pool.stamps) or "none", on["stamps"])  # fmt: skip
+                        covered["fingerprint"], stamps, covered["stamps"])  # fmt: skip
         for name, reason in self._uncovered(sweeper).items():
             logger.warning("kvsweep does NOT cover %s: %s", name, reason)
 

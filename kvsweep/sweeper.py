@@ -134,12 +134,12 @@ class Sweeper:
     def pause(self) -> None:
         """Before the next chunk; the walk stays where it is."""
         self.pacer.pause()
-        if self.coverage.current is not None:
-            self.coverage.current.pause()
+        for record in self.coverage.running:
+            record.pause()
 
     def resume(self) -> None:
-        if self.coverage.current is not None:
-            self.coverage.current.resume()
+        for record in self.coverage.running:
+            record.resume()
         self.pacer.resume()
 
     def cancel(self) -> None:
@@ -166,6 +166,7 @@ class Sweeper:
                 if walk.only_new and walk.walked and not walk.plans:
                     self._begin_again(walk)
                 await self._pace()
+                await self._meanwhile()
                 if not walk.plans:
                     self._drain()  # from here on, what is freed shows up in the drain after the read
                     spans = await self._snapshot(walk)
@@ -224,6 +225,13 @@ class Sweeper:
             raise PassInterrupted("cancelled by request")
         if not self.engine.pools_ready() or self.engine.pools_generation != self._generation:
             raise PassInterrupted("the engine released or re-allocated its KV memory; fingerprints are dropped")
+
+    async def _meanwhile(self) -> None:
+        """A light pass that is due does not wait for the end of a long deep pass."""
+        if self.pacer.light_due():
+            self.job = "light"
+            await self.light_pass()
+            self.failures["light"], self.job = 0, "deep"
 
     async def _snapshot(self, walk: _Walk) -> Spans:
         """Copy references to about one chunk of slots out of the tree, in slices of at most `slice_us` of gate."""
@@ -423,8 +431,8 @@ class Sweeper:
         complete = False
         try:
             await self._reopen_pools_if_changed()
-            self.stage = "structure"
-            report = await self._light.run()
+            with self._stage("structure"):
+                report = await self._light.run()
             complete = report.complete
             self._dismiss("transient", report.transient)
             self._dismiss("stale", report.stale)
@@ -591,6 +599,9 @@ class Sweeper:
             self._published[f"throttled {reason}"] = seconds
         for name, budget in self.pacer.budgets.items():
             metrics.budget_used_ratio.labels(budget=name).set(budget.used() / budget.share)
+        metrics.cycle_target_seconds.set(self.settings.cycle_target)
+        if (slowdown := self.pacer.steps.ratio) is not None:
+            metrics.step_slowdown_ratio.set(slowdown)
         oldest = self.coverage.oldest_unverified_seconds()
         metrics.oldest_unverified_seconds.set(float("nan") if oldest is None else oldest)
         open_counts = self.findings.open_counts()
