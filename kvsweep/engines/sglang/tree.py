@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,6 +134,8 @@ class NodeTree:
         self.reader = make_reader(self.loading)
         self.changes = 0
         self.broken: str | None = None
+        if hasattr(self.reader, "lock_ref"):  # the Rust core does not tell
+            self.lock_refs = self._lock_refs
 
     @property
     def generation(self) -> int:
@@ -176,6 +178,22 @@ class NodeTree:
 
     def node_name(self, node: Any) -> str:
         return str(node.id)
+
+    def swa_resident_at(self, node: Any, position: int) -> bool | None:
+        """See kvsweep.checks.views.LockedTree."""
+        if self.slot_at(node, position) is None:
+            return None
+        start = self._start(node)
+        assert start is not None
+        while position < start:
+            node = node.parent
+            start -= len(self.reader.key(node))
+        return self.reader.swa_resident(node)
+
+    def _lock_refs(self, nodes: Sequence[Any]) -> tuple[list[int], list[int]]:
+        """See kvsweep.checks.views.LockedTree.lock_refs."""
+        count = self.reader.lock_ref  # type: ignore[attr-defined]
+        return [count(node) for node in nodes], [sum(map(count, node.children.values())) for node in nodes]
 
     def _start(self, node: Any) -> int | None:
         """Position of the node's first slot; None if its root is not the tree's any more."""
@@ -239,6 +257,9 @@ class UnifiedReader(_RadixKeys):
     def locked(self, node: Any) -> bool:
         return bool(node.component_data[FULL].lock_ref)
 
+    def lock_ref(self, node: Any) -> int:
+        return int(node.component_data[FULL].lock_ref)
+
     def swa_resident(self, node: Any) -> bool:
         return not self._swa or node.component_data[SWA].value is not None
 
@@ -267,6 +288,9 @@ class ClassicReader(_RadixKeys):
 
     def locked(self, node: Any) -> bool:
         return bool(node.lock_ref)
+
+    def lock_ref(self, node: Any) -> int:
+        return int(node.lock_ref)
 
     def swa_resident(self, node: Any) -> bool:
         return True
