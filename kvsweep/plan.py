@@ -78,16 +78,13 @@ def plan_chunks(spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, c
 
     device = pool.device
     slots = torch.cat([spans.values[i] for i in use]).to(device, torch.int64)
-    prevs = torch.roll(slots, 1)
-    prevs[_to(firsts, device)] = _slots_before(spans, use, device)
     slots = torch.where((slots > 0) & (slots < tree_slots), slots, 0)
-    prevs = torch.where((prevs >= -1) & (prevs < tree_slots), prevs, 0)
+    prevs = torch.roll(slots, 1)
+    prevs[_to(firsts, device)] = _slots_before(spans, use, tree_slots, device)
     pool_slots, pool_prevs = slots, prevs
     if pool.slot_map is not None:
-        pool_slots = pool.slot_map[slots].to(torch.int64)
-        pool_prevs = torch.where(prevs > 0, pool.slot_map[prevs.clamp(min=0)].to(torch.int64), prevs)
-        pool_slots = torch.where((pool_slots > 0) & (pool_slots < pool.num_slots), pool_slots, 0)
-        pool_prevs = torch.where(pool_prevs < pool.num_slots, pool_prevs, 0)
+        pool_slots = _mapped(pool.slot_map, slots, pool.num_slots)
+        pool_prevs = torch.where(prevs > 0, _mapped(pool.slot_map, prevs.clamp(min=0), pool.num_slots), prevs)
 
     chunk = Chunk(
         slots=pool_slots,
@@ -111,14 +108,20 @@ def plan_chunks(spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, c
     ]
 
 
-def _slots_before(spans: Spans, use: list[int], device: torch.device) -> torch.Tensor:
-    """int64 [spans]: the slot before each span: -1 at the root, 0 where the parent has no device slots."""
+def _mapped(slot_map: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """int64 [n]: the pool's own slots of the tree's `slots` >= 0; 0 where there is none, or where it cannot be one."""
+    mapped = slot_map[slots].to(torch.int64)
+    return torch.where((slots > 0) & (mapped > 0) & (mapped < num_slots), mapped, 0)
+
+
+def _slots_before(spans: Spans, use: list[int], tree_slots: int, device: torch.device) -> torch.Tensor:
+    """int64 [spans]: the slot before each span: -1 at the root, 0 where the parent has no (possible) device slot."""
     before = np.array([-1 if spans.starts[i] == 0 else 0 for i in use])
     known = [k for k, i in enumerate(use) if spans.prev_values[i] is not None and spans.starts[i] > 0]
     out = _to(before, device)
     if known:
-        lasts = torch.cat([spans.prev_values[use[k]][-1:] for k in known])  # type: ignore[index]
-        out[_to(np.array(known), device)] = lasts.to(device, torch.int64)
+        lasts = torch.cat([spans.prev_values[use[k]][-1:] for k in known]).to(device, torch.int64)  # type: ignore[index]
+        out[_to(np.array(known), device)] = torch.where((lasts > 0) & (lasts < tree_slots), lasts, 0)
     return out
 
 
