@@ -25,43 +25,56 @@ class FreeJournal:
     device work. The one exception is an index tensor that is a *view* of a live table (such as a request's
     row of the req-to-token table): its owner may overwrite it before the drain, so it is cloned.
 
-    Bounded (promise I5): beyond `max_entries` undrained entries the journal collapses to "everything was
-    freed", which drops every fingerprint instead of growing; `overflows` counts it.
+    Bounded (promise I5): once `max_entries` entries or `max_slots` slots are undrained, the journal notes no more
+    and the next drain says "everything was freed", which drops every fingerprint; `overflows` counts it.
+
+    Args:
+        max_slots: 8 bytes each; the default is 64 MiB.
     """
 
-    def __init__(self, max_entries: int = 100_000) -> None:
+    def __init__(self, max_entries: int = 100_000, max_slots: int = 8 << 20) -> None:
         self._entries: deque[Freed] = deque()
         self._max_entries = max_entries
+        self._max_slots = max_slots
+        self._noted = 0  # slots, written by the scheduler only
+        self._drained = 0  # slots, written by the sweeper only
         self._overflowed = False
         self.overflows = 0
 
     def freed(self, pool: str, slots: torch.Tensor) -> None:
         """Scheduler side: note int tensor `slots` (any shape) of `pool`, before they are freed."""
-        if slots.numel() == 0:
-            return
-        if slots._is_view():
-            slots = slots.clone()
-        if len(self._entries) >= self._max_entries:
-            self._overflowed = True  # before the clear: a drain in between must not miss what is cleared
-            self._entries.clear()
-            self.overflows += 1
-        self._entries.append(Freed(pool, slots))
+        if slots.numel() and self._room():
+            self._noted += slots.numel()
+            self._entries.append(Freed(pool, slots.clone() if slots._is_view() else slots))
 
     def cleared(self, pool: str = "*") -> None:
         """Scheduler side: every slot of `pool` (``"*"``: of every pool) is about to be freed."""
-        self._entries.append(Freed(pool, None))
+        if self._room():
+            self._entries.append(Freed(pool, None))
+
+    def _room(self) -> bool:
+        """False from an overflow to the next drain, which counts all that happened until then as freed."""
+        if self._overflowed:
+            return False
+        if len(self._entries) >= self._max_entries or self._noted - self._drained >= self._max_slots:
+            self.overflows += 1
+            self._overflowed = True  # nothing is cleared here: what fills the journal is let go in the other thread
+            return False
+        return True
 
     def drain(self) -> list[Freed]:
         """Sweeper side: all entries appended so far, oldest first."""
         drained: list[Freed] = []
         while True:
             try:
-                drained.append(self._entries.popleft())
+                entry = self._entries.popleft()
             except IndexError:
                 break
+            drained.append(entry)
+            self._drained += 0 if entry.slots is None else entry.slots.numel()
         if self._overflowed:
             self._overflowed = False
-            drained.append(Freed("*", None))
+            return [Freed("*", None)]
         return drained
 
     def __len__(self) -> int:
