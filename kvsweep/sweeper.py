@@ -32,7 +32,7 @@ from kvsweep.plan import Plan, plan_chunks
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Cursor, Spans
 from kvsweep.tree.journal import Freed
-from kvsweep.verify import Suspect, Verdict, Verifier
+from kvsweep.verify import Settled, Suspect, Verdict, Verifier
 
 logger = logging.getLogger("kvsweep")
 
@@ -274,17 +274,16 @@ class Sweeper:
             )
 
     def _mark(self, plan: Plan) -> None:
-        for name, slots in self._marks(plan):
+        for name, slots, before in self._marks(plan):
             self._verifiers[name].mark(slots)
+            self._verifiers[name].mark(before)
 
-    def _marks(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
-        """(pool, slots) that must stay allocated for a row of the plan to count: the row's slot and the slot
-        before it, as the tree numbers them and as the pool does."""
-        yield self._tree_pool, plan.tree_slots
-        yield self._tree_pool, plan.tree_prev_slots
+    def _marks(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(pool, slots, slots before) of the plan's rows, as the tree numbers them and as the pool does: what must
+        stay allocated for a row, and for its place in the chain, to count."""
+        yield self._tree_pool, plan.tree_slots, plan.tree_prev_slots
         if plan.pool.kind is PoolKind.SWA:
-            yield plan.pool.name, plan.chunk.slots
-            yield plan.pool.name, plan.chunk.prev_slots
+            yield plan.pool.name, plan.chunk.slots, plan.chunk.prev_slots
 
     async def _verify(self, plan: Plan) -> Verdict:
         """Read the chunk once: one launch, off the GIL or on the side stream."""
@@ -305,19 +304,28 @@ class Sweeper:
                     verifier.forget(freed.slots)
         return entries
 
-    def _alive(self, plan: Plan) -> torch.Tensor:
-        """bool [n]: rows whose slots were not freed since they were marked."""
-        alive = torch.ones(len(plan.chunk), dtype=torch.bool, device=plan.pool.device)
-        for name, slots in self._marks(plan):
-            alive &= self._verifiers[name].alive(slots)
-        return alive
+    def _alive(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool [n] each: rows whose slot, and rows whose slot before, were not freed since they were marked."""
+        alive = torch.ones((2, len(plan.chunk)), dtype=torch.bool, device=plan.pool.device)
+        for name, slots, before in self._marks(plan):
+            alive[0] &= self._verifiers[name].alive(slots)
+            alive[1] &= self._verifiers[name].alive(before)
+        return alive[0], alive[1]
+
+    def _settle_rows(self, plan: Plan, verdict: Verdict, pass_number: int, *, seal: bool) -> Settled:
+        """Settle what was read of rows whose slot is still theirs. A slot outlives the one before it where that loses
+        its window slot or is replaced: only the row's place in the chain is unknown then."""
+        alive, chained = self._alive(plan)
+        settled = self._verifiers[plan.pool.name].settle(plan.chunk, verdict, alive, pass_number, seal=seal)
+        if any(suspect.check == "chain" for suspect in settled.suspects):
+            known = chained.tolist()
+            settled.suspects = [s for s in settled.suspects if s.check != "chain" or known[s.row]]
+        return settled
 
     def _settle(self, plan: Plan, verdict: Verdict, record: PassRecord) -> list[Suspect]:
         """Commit what was read of slots that are still theirs; the suspects that remain."""
         with self._stage("settle"):
-            settled = self._verifiers[plan.pool.name].settle(
-                plan.chunk, verdict, self._alive(plan), record.number, seal=self.settings.fingerprints
-            )
+            settled = self._settle_rows(plan, verdict, record.number, seal=self.settings.fingerprints)
             record.unreached[plan.pool.name] += settled.unsettled
             self._skip(plan.pool.name, "freed_meanwhile", settled.stale_rows)
             self._skip(plan.pool.name, "unsettled", settled.unsettled)
@@ -336,10 +344,8 @@ class Sweeper:
             again = plan.rows(rows)
             verdict = await self._verify(again)
             self._drain()
-            settled = self._verifiers[plan.pool.name].settle(
-                again.chunk, verdict, self._alive(again), record.number, seal=False
-            )
-            alive = self._alive(again).tolist()
+            settled = self._settle_rows(again, verdict, record.number, seal=False)
+            alive = self._alive(again)[0].tolist()
             still_wrong = {(rows[suspect.row], suspect.check, suspect.segment) for suspect in settled.suspects}
             held = await self._held(plan, [row for row, is_alive in zip(rows, alive, strict=True) if is_alive])
         for suspect in suspects:
@@ -415,10 +421,7 @@ class Sweeper:
                 self._mark(case)
                 verdict = await self._verify(case)
                 self._drain()
-                settled = self._verifiers[case.pool.name].settle(
-                    case.chunk, verdict, self._alive(case), self.coverage.passes["deep"], seal=False
-                )
-                gone = not settled.suspects
+                gone = not self._settle_rows(case, verdict, self.coverage.passes["deep"], seal=False).suspects
             if gone:
                 self.findings.close(id_)
                 del self._cases[id_]
