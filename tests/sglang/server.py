@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -176,13 +177,9 @@ class Server:
         """The whole process group, whatever state it is in."""
         self.http.close()
         self.sweep.close()
-        try:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGTERM)
             self.process.wait(20)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait(20)
