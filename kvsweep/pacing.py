@@ -185,7 +185,7 @@ class Pacer:
             return self.asked.pop(0)
         if self._deep_passes >= self._test_due:
             return "selftest"
-        if self.light_due():
+        if settings.light_interval and now - self._started.get("light", -math.inf) >= settings.light_interval:
             return "light"
         if settings.every_steps is None:  # half the target, so that rest and pass together stay below it
             due = now - self._started.get("deep", -math.inf) >= settings.cycle_target / 2
@@ -195,9 +195,9 @@ class Pacer:
         return "deep" if due else None
 
     def light_due(self) -> bool:
-        """True, once, if a light pass should begin now."""
-        now, interval = time.monotonic(), self._settings.light_interval
-        if not interval or now - self._started.get("light", -math.inf) < interval:
+        """True, once, if a light pass, after the first, falls due while a deep one runs."""
+        now = time.monotonic()
+        if now - self._started.get("light", math.inf) < (self._settings.light_interval or math.inf):
             return False
         self._started["light"] = now
         return True
