@@ -178,7 +178,7 @@ class EmbeddedEngine:
             if prefilling:
                 self._prefill(prefilling[0])
             self._decode()
-        worked = worked or bool(prefilling or self.running)
+        worked = worked or bool(prefilling or self.running or self._queue)
         if worked:
             self._steps += 1
             self._last_step_seconds = time.perf_counter() - begin
@@ -244,7 +244,7 @@ class EmbeddedEngine:
                 request_id=request.id,
                 slots=self.model.table[request.row, : request.allocated],
                 prefix_len=request.prefix_len,
-                last_node=request.last_node,
+                last_node=request.last_node if request.prefix_len else None,
             )
             for request in self.running
         ]
@@ -287,8 +287,7 @@ class EmbeddedEngine:
             node = self.tree.match(request.key(len(request.tokens) - 1))  # the last token must be computed
             self.tree.lock(node)
             slots = self.tree.slots(node)
-            first_chunk = min(len(request.tokens) - len(slots), self.prefill_chunk)
-            if not self._make_room(self._pages(first_chunk)):
+            if not self._make_room(self._pages(len(request.tokens) + 1 - len(slots))):
                 self.tree.lock(node, -1)
                 return False
             self._queue.popleft()
