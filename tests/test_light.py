@@ -12,6 +12,7 @@ import torch
 from kvsweep.checks.light import LightPass, LightReport
 from kvsweep.checks.suspects import Candidate
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig, Request
+from kvsweep.engines.embedded.faults import plant
 from kvsweep.engines.embedded.tree import Key, Node
 
 
@@ -381,3 +382,23 @@ def test_uncovered_names_what_is_missing() -> None:
     assert set(missing) == {"duplicate_owner", "accounting", "swa_map", "page"}
     with pytest.raises(ValueError, match="FULL pool"):
         LightPass(plain, [], drain=plain.journal.drain, pause=no_pause)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("fault", "window"),
+    [(fault, window) for fault in ("free_in_tree", "double_insert", "lock_leak", "slot_leak") for window in (0, 16)]
+    + [("swa_map", 16)],
+)
+def test_faults_of_the_demo(fault: str, page_size: int, window: int) -> None:
+    """Issue 5: the structural faults that the embedded engine plants for the demo are found, and explain all."""
+    engine = make_engine(page_size=page_size, window=window)
+    finish(engine, tokens(0, 60))
+    healthy(engine)
+    planted = plant(fault, engine, tokens(0, 60))
+    findings = [
+        {"check": found.check, "pool": found.pool, "slot": found.slots[0] if found.slots else None, "segment": None}
+        for found in light(engine).candidates
+    ]
+    assert any(planted.found_by(finding) for finding in findings), findings
+    assert all(planted.explains(finding) for finding in findings), findings

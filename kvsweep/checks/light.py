@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
-from kvsweep.checks.look import Look, Views, mark_freed
+from kvsweep.checks.look import Look
 from kvsweep.checks.suspects import Candidate, Instant, Suspect, candidates
+from kvsweep.checks.tables import Views, mark_freed
 from kvsweep.checks.views import RequestView
 from kvsweep.engine import Engine
 from kvsweep.pool import KVPool, PoolKind
@@ -44,7 +45,7 @@ class LightReport:
     """What one light pass saw.
 
     Attributes:
-        complete: False if the tree was reset meanwhile: then nothing is claimed.
+        complete: False if the tree was reset or its memory released meanwhile: then nothing is claimed.
         slots: tree-held slots looked at.
         sizes: by pool: ``total``, ``free``, ``tree``, ``requests`` in slots, counted, not asked for.
         candidates: confirmed violations.
@@ -58,6 +59,10 @@ class LightReport:
     candidates: list[Candidate] = field(default_factory=list)
     transient: int = 0
     stale: int = 0
+
+
+class PoolsGone(Exception):
+    """The engine released or re-allocated its KV memory: nothing of it may be read any more."""
 
 
 class LightPass:
@@ -91,6 +96,7 @@ class LightPass:
         self._engine = engine
         self._full, self._swa = by_kind[PoolKind.FULL], by_kind.get(PoolKind.SWA)
         self._pools = {pool.name: pool for pool in pools}
+        self._pools_generation = engine.pools_generation
         self._drain_journal = drain
         self._pause = pause
         self._slice_ns = int(slice_us * 1000)
@@ -127,16 +133,20 @@ class LightPass:
         """One light pass. Nothing is raised for what is wrong in the cache: it is in the report."""
         generation = self._engine.tree.generation
         self._forget_frees()
-        look = await self._look()
-        seen = look.suspects()
-        confirmed = await self._reread(seen)
-        transient = len(seen) - len(confirmed)
-        if confirmed:
-            before = {suspect.key for suspect in confirmed}
+        seen: list[Suspect] = []
+        try:
             look = await self._look()
-            again = [suspect for suspect in look.suspects() if suspect.key in before]
-            confirmed = await self._reread(again)
-            transient += len(before) - len(confirmed)
+            seen = look.suspects()
+            confirmed = await self._reread(seen)
+            transient = len(seen) - len(confirmed)
+            if confirmed:
+                before = {suspect.key for suspect in confirmed}
+                look = await self._look()
+                again = [suspect for suspect in look.suspects() if suspect.key in before]
+                confirmed = await self._reread(again)
+                transient += len(before) - len(confirmed)
+        except PoolsGone:
+            return LightReport(complete=False, slots=0, stale=len(seen))
         if self._engine.tree.generation != generation:
             return LightReport(complete=False, slots=look.tree_rows, stale=len(seen))
         return LightReport(
@@ -177,6 +187,7 @@ class LightPass:
         first = len(spans)
         walk_ns = self._slice_ns if locks is None else self._slice_ns * 4 // 5  # the rest is for the lock counts
         with self._engine.gate.held() as hold:
+            self._check_pools()
             walked: bool = cursor.advance(spans, self._chunk_slots, time.perf_counter_ns() + walk_ns)
             if locks is not None and self._lock_refs is not None:
                 own, below = self._lock_refs(spans.nodes[first:])
@@ -190,6 +201,7 @@ class LightPass:
         read right after: a request's slots stay in its row until they are freed (the journal has them) or the tree
         has them (the walk has not begun, or the re-read tells)."""
         with self._engine.gate.held() as hold:
+            self._check_pools()
             allocators = {view.pool: view for view in self._engine.allocators()}
             requests = self._engine.requests()
             unlocked = self._unlocked(requests or ())
@@ -207,6 +219,10 @@ class LightPass:
             last_nodes=[request.last_node for request in requests or ()],
             unlocked=unlocked,
         )
+
+    def _check_pools(self) -> None:
+        if not self._engine.pools_ready() or self._engine.pools_generation != self._pools_generation:
+            raise PoolsGone
 
     def _unlocked(self, requests: Sequence[RequestView]) -> list[str]:
         """Requests whose last node nothing locks; gate held."""
@@ -234,6 +250,7 @@ class LightPass:
             standing: list[Suspect] = []
             with self._side.use():
                 with self._engine.gate.held() as hold:
+                    self._check_pools()
                     deadline = time.perf_counter_ns() + self._slice_ns
                     now = Instant(self._engine, self._pools)
                     while left:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,91 +22,13 @@ from kvsweep.checks.suspects import (
     WrongLock,
     free_entries,
 )
+from kvsweep.checks.tables import PoolTable, Views
 from kvsweep.checks.views import AllocatorView
 from kvsweep.pool import KVPool
 from kvsweep.tree import Spans
-from kvsweep.tree.journal import Freed
 
+Columns = tuple[torch.Tensor, ...]  # of equal length: a table of what was found
 HIDES_NOTHING = frozenset({"host_evicted", "mamba_state"})  # reasons to skip a node that has no slot of these pools
-
-
-@dataclass(frozen=True, kw_only=True)
-class Views:
-    """Allocators and running requests at one instant.
-
-    Attributes:
-        allocators: by pool.
-        request_ids: None where the engine cannot tell.
-        own: int64 [n]: the slots each request holds beyond its prefix, one request after the other.
-        offsets: row of `own` each request begins at.
-        prefix_lens: position of that row.
-        last_nodes: where requests' prefixes end.
-        unlocked: requests whose last node nothing locks.
-    """
-
-    allocators: Mapping[str, AllocatorView]
-    request_ids: Sequence[str] | None
-    own: torch.Tensor
-    offsets: Sequence[int]
-    prefix_lens: Sequence[int]
-    last_nodes: Sequence[Any]
-    unlocked: Sequence[str]
-
-
-class PoolTable:
-    """What is known of each slot of one pool: 4 + 1 B a slot and 1 + 4 B a page, on the pool's device.
-
-    Attributes:
-        owner: int32 [slots], the row that holds the slot, or UNOWNED. For the SWA pool: the full slot mapped to it.
-        page_owner: int32 [pages], the row that entered the page.
-        free: bool [slots], on the free list at the end of the look.
-        accounted: bool [pages], somebody has a slot of the page or had it at some time of the look.
-        low, high: valid slots are low <= slot < high; the padding page is not.
-    """
-
-    def __init__(self, pool: KVPool, view: AllocatorView | None) -> None:
-        self.name = pool.name
-        self.page_size = pool.page_size
-        self.pages = -(-pool.num_slots // pool.page_size)
-        self.size = view.size if view else pool.num_slots - pool.page_size
-        self.low, self.high = pool.page_size, min(self.size + pool.page_size, pool.num_slots)
-        self.has_view = view is not None
-        slots = self.pages * pool.page_size
-        self.owner = torch.full((slots,), structural.UNOWNED, dtype=torch.int32, device=pool.device)
-        self.page_owner = torch.full((self.pages,), structural.UNOWNED, dtype=torch.int32, device=pool.device)
-        self.free = torch.zeros(slots, dtype=torch.bool, device=pool.device)
-        self.accounted = torch.zeros(self.pages, dtype=torch.bool, device=pool.device)
-        self.free_slots = self.tree_slots = self.request_slots = 0
-
-    def account(self, slots: torch.Tensor) -> None:
-        """Somebody has these valid slots (int64 [n])."""
-        self.accounted.index_fill_(0, slots if self.page_size == 1 else slots // self.page_size, True)
-
-    def any_of_page(self, mask: torch.Tensor) -> torch.Tensor:
-        """bool [pages] from bool [slots]."""
-        return mask if self.page_size == 1 else mask.view(-1, self.page_size).any(1)
-
-    def sizes(self) -> dict[str, int]:
-        """Slots: `total` that the allocator manages, and who had them."""
-        return {
-            "total": self.size,
-            "free": self.free_slots,
-            "tree": self.tree_slots,
-            "requests": self.request_slots,
-        }
-
-
-def mark_freed(freed: Mapping[str, torch.Tensor], entries: Sequence[Freed]) -> None:
-    """Set in `freed` (pool -> bool [slots]) what the journal names; indices outside a pool are left to the checks."""
-    for entry in entries:
-        for name, mask in freed.items():
-            if entry.pool not in ("*", name):
-                continue
-            if entry.slots is None:
-                mask.fill_(True)
-            else:
-                slots = entry.slots.reshape(-1).to(mask.device, torch.int64)
-                mask.index_fill_(0, slots[(slots >= 0) & (slots < mask.numel())], True)
 
 
 class Look:
@@ -150,13 +71,8 @@ class Look:
         self._leaks_known = views.request_ids is not None
         self._resident = torch.zeros_like(self.full.free) if swa else None
         self._map: torch.Tensor | None = None
-        self._swa_conflicts: list[tuple[torch.Tensor, ...]] = []
-        self._conflicts: list[tuple[torch.Tensor, ...]] = []  # slot, row, other row
-        self._page_conflicts: list[tuple[torch.Tensor, ...]] = []
-        self._invalid: list[tuple[torch.Tensor, ...]] = []  # slot, row
-        self._misaligned: list[tuple[torch.Tensor, ...]] = []
-        self._doubles: dict[str, torch.Tensor] = {}
-        self._bad_free: dict[str, torch.Tensor] = {}
+        self._found: defaultdict[str, list[Columns]] = defaultdict(list)  # kind -> slots, their rows, other rows
+        self._free_lists: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # pool -> entries out of range, doubles
         self._wrong_locks: list[tuple[str, Any, int]] = []  # kind, node, start
         self._locked: list[tuple[Any, int, int]] = []  # node, start, times it was locked by name
         self._account_views(views)
@@ -192,7 +108,7 @@ class Look:
             ragged = offsets[(lengths % page_size != 0) | (starts % page_size != 0)]
             crooked = torch.unique(torch.cat([crooked, ragged]))
             crooked = crooked[(slots[crooked] >= self.full.low) & (slots[crooked] < self.full.high)]
-            self._misaligned.append((slots[crooked], rows[crooked]))
+            self._found["misaligned"].append((slots[crooked], rows[crooked]))
         self._claim(slots, rows, offsets)
         if self._resident is not None:
             resident = torch.repeat_interleave(torch.tensor(spans.swa_resident, device=device), lengths)
@@ -223,18 +139,18 @@ class Look:
         invalid = structural.out_of_range(slots, table.low, table.high)
         heads = structural.run_heads(slots, offsets, table.page_size) if table.page_size > 1 else None
         if invalid.numel():
-            self._invalid.append((slots[invalid], rows[invalid]))
+            self._found["tree_slot"].append((slots[invalid], rows[invalid]))
             valid = torch.ones_like(slots, dtype=torch.bool)
             valid[invalid] = False
             heads = None if heads is None else heads[valid[heads]]
         if heads is not None:
             entered, claimants = slots[heads], rows[heads]
             clash, others = structural.claim(table.page_owner, entered // table.page_size, claimants)
-            self._page_conflicts.append((entered[clash], claimants[clash], others))
+            self._found["shared_page"].append((entered[clash], claimants[clash], others))
         if invalid.numel():
             slots, rows = slots[valid], rows[valid]
         clash, others = structural.claim(table.owner, slots, rows)
-        self._conflicts.append((slots[clash], rows[clash], others))
+        self._found["two_owners"].append((slots[clash], rows[clash], others))
 
     def _account_views(self, views: Views) -> None:
         for table in self._tables():
@@ -253,11 +169,11 @@ class Look:
         unit = table.page_size if view.free_unit == "page" else 1
         entries = free_entries(view).to(table.owner.device)
         bad = structural.out_of_range(entries, table.low // unit, table.high // unit)
-        self._bad_free[table.name] = entries[bad] * unit
         slots = self._free_slots(table, view)
         table.free.view(-1, unit)[slots // unit] = True
         table.free_slots = slots.numel() * unit
-        self._doubles[table.name] = structural.repeated(slots // unit, table.free.numel() // unit) * unit
+        doubles = structural.repeated(slots // unit, table.free.numel() // unit) * unit
+        self._free_lists[table.name] = entries[bad] * unit, doubles
 
     def _read_map(self, swa: PoolTable, slot_map: torch.Tensor) -> None:
         target = slot_map[: self.full.owner.numel()].to(torch.int64)
@@ -266,7 +182,7 @@ class Look:
         swa.account(target[valid])
         full = (valid & live).nonzero().flatten()
         clash, others = structural.claim(swa.owner, target[full], full.to(torch.int32))
-        self._swa_conflicts.append((target[full[clash]], full[clash], others.to(torch.int64)))
+        self._found["shared_target"].append((target[full[clash]], full[clash], others.to(torch.int64)))
         owner = self.full.owner[full]
         swa.tree_slots = int((owner < self.tree_rows).sum())
         swa.request_slots = full.numel() - swa.tree_slots
@@ -292,7 +208,7 @@ class Look:
 
     def _range_suspects(self) -> Iterator[Suspect]:
         full = self.full.name
-        for slot, row in self._limited("tree_slot", full, self._invalid):
+        for slot, row in self._limited("tree_slot", full, self._found["tree_slot"]):
             owner = self._owner(row)
             yield Suspect(
                 check="out_of_range",
@@ -302,13 +218,13 @@ class Look:
                 owners=(owner,),
                 facts=(owner.fact(slot),),
             )
-        for name, slots in self._bad_free.items():
-            for (slot,) in self._limited("free_slot", name, [(slots,)]):
+        for name, (invalid, _) in self._free_lists.items():
+            for (slot,) in self._limited("free_slot", name, [(invalid,)]):
                 yield Suspect(check="out_of_range", kind="free_slot", pool=name, slot=slot)
 
     def _ownership_suspects(self) -> Iterator[Suspect]:
         full, page_size = self.full.name, self.full.page_size
-        twice = self._alive(full, self._conflicts)
+        twice = self._alive(full, self._found["two_owners"])
         for slot, row, other in self._limited("two_owners", full, twice):
             yield self._shared("duplicate_owner", "two_owners", slot, row, other, 1)
         both = structural.free_and_owned(self.full.free, self.full.owner)
@@ -331,11 +247,11 @@ class Look:
             tuple(column[~torch.isin(columns[0] // page_size, told)] for column in columns)
             if told is not None
             else columns
-            for columns in self._alive(full, self._page_conflicts)
+            for columns in self._alive(full, self._found["shared_page"])
         ]
         for slot, row, other in self._limited("shared_page", full, pages):
             yield self._shared("page", "shared_page", slot, row, other, page_size)
-        for slot, row in self._limited("misaligned", full, self._alive(full, self._misaligned)):
+        for slot, row in self._limited("misaligned", full, self._alive(full, self._found["misaligned"])):
             owner = self._owner(row)
             yield Suspect(
                 check="page", kind="misaligned", pool=full, slot=slot, owners=(owner,), facts=(owner.fact(slot),)
@@ -349,7 +265,9 @@ class Look:
     def _accounting_suspects(self) -> Iterator[Suspect]:
         for table in self._tables():
             name = table.name
-            for (slot,) in self._limited("double_free", name, self._alive(name, [(self._doubles_of(table),)])):
+            _, doubles = self._free_lists.get(name, (None, None))
+            twice = [] if doubles is None else self._alive(name, [(doubles,)])
+            for (slot,) in self._limited("double_free", name, twice):
                 facts: tuple[Fact, ...] = (OnFreeList(name, slot, 2),)
                 yield Suspect(check="accounting", kind="double_free", pool=name, slot=slot, facts=facts)
             if not (self._leaks_known and table.has_view):
@@ -360,9 +278,6 @@ class Look:
             lost = structural.unaccounted(accounted[: table.high // table.page_size], table.low // table.page_size)
             for (slot,) in self._limited("leak", name, [(lost * table.page_size,)], table.page_size):
                 yield Suspect(check="accounting", kind="leak", pool=name, slot=slot)
-
-    def _doubles_of(self, table: PoolTable) -> torch.Tensor:
-        return self._doubles.get(table.name, torch.empty(0, dtype=torch.int64, device=table.owner.device))
 
     def _window_suspects(self) -> Iterator[Suspect]:
         if self.swa is None or self._map is None or self._resident is None:
@@ -402,7 +317,7 @@ class Look:
                 )
         shared = [
             tuple(column[settled[columns[1]] & settled[columns[2]]] for column in columns)
-            for columns in self._swa_conflicts
+            for columns in self._found["shared_target"]
         ]
         for to, *pair in self._limited("shared_target", swa, shared):
             ordered = sorted(pair)
@@ -451,7 +366,7 @@ class Look:
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
-    def _alive(self, pool: str, found: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    def _alive(self, pool: str, found: Sequence[Columns]) -> list[Columns]:
         """Without the rows whose slot (first column) was freed meanwhile."""
         freed = self._freed[pool]
         kept = []
@@ -461,7 +376,7 @@ class Look:
         return kept
 
     def _limited(
-        self, kind: str, pool: str, found: Sequence[tuple[torch.Tensor, ...]], slots_each: int = 1
+        self, kind: str, pool: str, found: Sequence[Columns], slots_each: int = 1
     ) -> Iterator[tuple[int, ...]]:
         """Rows of the concatenated columns as Python ints, the lowest slots first, counted in `seen`."""
         if not found:
