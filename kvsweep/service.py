@@ -361,6 +361,8 @@ class Service:
     def _announce(self, sweeper: Sweeper) -> None:
         """The coverage matrix, in the log, before anything is claimed (promise I6)."""
         settings = sweeper.settings
+        backend = next(iter(sweeper.pools.values())).device.type
+        self.metrics.build_info.labels(version=__version__, engine=self.engine.name, backend=backend).set(1)
         for pool in sweeper.pools.values():
             rows = Coverage.matrix([pool], fingerprints=settings.fingerprints, stamps=settings.stamps)
             covered = {check: sum(row["checks"][check] for row in rows) for check in ("fingerprint", "stamps")}
