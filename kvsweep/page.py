@@ -217,6 +217,7 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
         rows.append(
             [
                 moment(finding["confirmed_at"]),
+                {True: "in the tree", False: "gone"}.get(finding.get("open"), "unknown"),
                 escape(finding["check"]),
                 escape(place),
                 _shown(finding["slot"]),
@@ -226,7 +227,7 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
         )
     hidden = len(findings) - len(rows)
     more = f'<p class="soft">{hidden:,} older ones: <a href="./findings">findings (JSON)</a></p>' if hidden else ""
-    heads = ("confirmed", "check", "pool", "#slot", "#position", "what")
+    heads = ("confirmed", "now", "check", "pool", "#slot", "#position", "what")
     return f'<section id="findings">{_table("Findings, newest first", heads, rows)}{more}</section>'
 
 

@@ -36,6 +36,7 @@ FINDING: dict[str, Any] = {
     "labels": {"model_name": "tiny", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"},
     "message": "slot 4711 of pool full changed in layer3.k since it was sealed",
     "detail": {},
+    "open": True,
 }
 
 

@@ -139,6 +139,7 @@ def test_the_page_shows_progress_coverage_findings_and_history() -> None:
         "expected 0x1122334455667788, read 0x1122334455667789",
         "mamba",
         "3 older ones",
+        "in the tree",
         "3 stale (slot freed meanwhile), 1 transient",
     ):
         assert text in outline.words, text
