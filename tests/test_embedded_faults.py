@@ -23,16 +23,26 @@ def image(engine: EmbeddedEngine) -> list[torch.Tensor]:
 
 
 def changed(engine: EmbeddedEngine, before: list[torch.Tensor]) -> dict[str, set[int]]:
-    """Segment or stamp buffer -> slots whose bytes differ."""
-    names = [n for pool in engine.pools() for n in [s.name for s in pool.segments] + [b.name for b in pool.stamps]]
-    names = [f"{name} {i}" if len(name) == 1 else name for i, name in enumerate(names)]
+    """Segment or stamp buffer (SWA: with a prefix) -> slots whose bytes differ."""
+    names = []
+    for pool in engine.pools():
+        names += [segment.name for segment in pool.segments]
+        names += [stamp.name if pool.name == "full" else f"swa {stamp.name}" for stamp in pool.stamps]
     differs = [(a != b).any(1).nonzero().flatten().tolist() for a, b in zip(before, image(engine), strict=True)]
     return {name: set(rows) for name, rows in zip(names, differs, strict=True) if rows}
 
 
 @pytest.mark.parametrize("fault", ["bit_flip_k", "bit_flip_v"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@layouts
+@pytest.mark.parametrize(
+    ("page_size", "window", "dtype"),
+    [
+        (1, 0, torch.float32),
+        (16, 0, torch.float32),
+        (1, 32, torch.float32),
+        (16, 32, torch.bfloat16),
+        (1, 32, torch.float16),
+    ],
+)
 def test_a_flipped_bit_changes_later_text(page_size: int, window: int, dtype: torch.dtype, fault: str) -> None:
     """Issue 2: one bit in one layer of a cached prefix, and later requests get another text until it is gone."""
     engine = make_engine(page_size, window, dtype=dtype, vocab=512)
@@ -45,54 +55,59 @@ def test_a_flipped_bit_changes_later_text(page_size: int, window: int, dtype: to
         planted = plant(fault, engine, prompt, seed=seed)
         ((segment, slots),) = changed(engine, before).items()
         assert slots == planted.slots and segment in planted.segments
-        bits = sum(
-            int(a ^ b).bit_count()
-            for t, u in zip(before, image(engine), strict=True)
-            for a, b in zip(t[t != u], u[t != u], strict=True)
-        )
-        assert bits == 1
+        flipped = torch.cat([(a ^ b).flatten() for a, b in zip(before, image(engine), strict=True)])
+        assert [int(byte).bit_count() for byte in flipped[flipped != 0]] == [1]
         told += generate(engine, prompt) != text
         engine.flush()
         assert generate(engine, prompt) == text
-    assert told >= 3
+    assert told >= 3  # now and then one row does not matter for the next 16 tokens
 
 
+@pytest.mark.parametrize("fault", FAULTS)
 @layouts
-def test_every_fault_is_real_and_harmless_elsewhere(page_size: int, window: int) -> None:
-    """Issue 2: each fault changes the state it names and nothing else; a description matches its own finding only."""
-    for fault in FAULTS:
-        engine = make_engine(page_size, window)
-        prompt = prompt_of(1, 100)
-        generate(engine, prompt)
-        before, free = image(engine), engine.allocator.full.available
-        locks = sum(node.lock_ref for node in engine.tree.nodes())
-        if fault == "swa_map" and not window:
-            with pytest.raises(ValueError, match="window > 0"):
-                plant(fault, engine, prompt)
-            continue
-        planted = plant(fault, engine, prompt)
-        difference = changed(engine, before)
-        rows = set().union(*difference.values())
-        assert planted.fault == fault and planted.what
-        if fault.startswith(("bit_flip", "stamp", "stale")):
-            assert rows == planted.slots
-            with pytest.raises(AssertionError):
-                assert not fault.startswith("bit_flip") or planted.checks == {"real_kv", "fingerprint"} or rows == set()
-                check_stamps(engine)
-        else:
-            assert not rows
-            broken = sum(node.lock_ref for node in engine.tree.nodes()) != locks if fault == "lock_leak" else True
-            assert broken
-            with pytest.raises(AssertionError):
-                check_conservation(engine)
-        assert (engine.allocator.full.available != free) == (fault in ("free_in_tree", "slot_leak"))
-        finding = {"pool": planted.pool, "check": min(planted.checks), "slot": min(planted.slots, default=5)}
-        finding["segment"] = min(planted.segments, default=None)
-        assert planted.found_by(finding) and planted.explains(finding)
-        assert planted.found_by({**finding, "segment": None})
-        assert not planted.explains({**finding, "pool": "other"})
-        assert not planted.explains({**finding, "check": "out_of_range"})
-        assert planted.found_by({**finding, "slot": 1023}) != bool(planted.slots)
+def test_every_fault_is_real(page_size: int, window: int, fault: str) -> None:
+    """Issue 2: each fault breaks what it says, at the slots it says, and no other byte."""
+    engine = make_engine(page_size, window)
+    prompt = prompt_of(1, 100)
+    generate(engine, prompt)
+    before = image(engine)
+    check_conservation(engine)
+    check_stamps(engine)
+    if fault == "swa_map" and not window:
+        with pytest.raises(ValueError, match="window > 0"):
+            plant(fault, engine, prompt)
+        return
+    planted = plant(fault, engine, prompt)
+    assert planted.fault == fault and planted.what
+    damaged = changed(engine, before)
+    if fault in ("free_in_tree", "double_insert", "lock_leak", "slot_leak", "swa_map"):
+        assert not damaged
+        with pytest.raises(AssertionError):
+            check_conservation(engine)
+        return
+    assert all(slots == planted.slots for slots in damaged.values())
+    check_conservation(engine)
+    if fault.startswith("stamp"):
+        assert list(damaged) == ["k"] and planted.pool == "full"
+    if not fault.startswith("bit_flip"):
+        with pytest.raises(AssertionError):
+            check_stamps(engine)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_description_fits_its_own_finding_only(fault: str) -> None:
+    """Issue 2: what the demo takes for the planted fault, for a consequence of it, and for a false alarm."""
+    engine = make_engine(1, 32)
+    generate(engine, prompt_of(1, 100))
+    planted = plant(fault, engine, prompt_of(1, 100))
+    finding = {"pool": planted.pool, "check": min(planted.checks), "slot": min(planted.slots, default=5)}
+    finding["segment"] = min(planted.segments, default=None)
+    assert planted.found_by(finding) and planted.explains(finding)
+    assert planted.found_by({**finding, "segment": None})
+    assert not planted.explains({**finding, "pool": "other"})
+    assert not planted.explains({**finding, "check": "out_of_range"})
+    assert planted.found_by({**finding, "slot": 1023}) != bool(planted.slots)
+    assert planted.found_by({**finding, "segment": "layer9.k"}) != bool(planted.segments)
 
 
 def test_what_follows_from_a_fault_is_no_false_alarm() -> None:

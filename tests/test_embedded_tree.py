@@ -242,7 +242,7 @@ def machine(page_size: int, window: int) -> type:
     name = f"TreePage{page_size}Window{window}"
     cls = type(name, (TreeMachine,), {"page_size": page_size, "window": window})
     cls.TestCase.settings = settings(
-        max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     return cls.TestCase
 

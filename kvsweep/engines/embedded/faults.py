@@ -31,7 +31,8 @@ class Planted:
         slots: in that pool's numbering; a right finding names one of them. Empty: the fault has no one slot.
         checks: a right finding's `check` is one of these.
         segments: a right finding's `segment`, where it has one, is one of these; empty: any.
-        also: (check, slot) of findings that follow from this fault, slot -1 = any; true, but not the culprit.
+        also: (check, slot of `pool`) of findings that follow from this fault: true, but not the culprit. Slot -1: any,
+            in any pool.
         what: one line for people.
     """
 
@@ -54,8 +55,8 @@ class Planted:
 
     def explains(self, finding: Mapping[str, Any]) -> bool:
         """Whether a finding names this fault or follows from it; anything else is a false alarm."""
-        follows = {(finding["check"], finding["slot"]), (finding["check"], -1)}
-        return self.found_by(finding) or not follows.isdisjoint(self.also)
+        check, slot = finding["check"], finding["slot"] if finding["pool"] == self.pool else -1
+        return self.found_by(finding) or not {(check, slot), (check, -1)}.isdisjoint(self.also)
 
 
 @dataclass(frozen=True, kw_only=True)
