@@ -146,11 +146,11 @@ def kvsweep_says(stamp: StampBuffer, chunk: Chunk) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("mode", list(RealKvHashMode), ids=lambda mode: mode.name.lower())
 @pytest.mark.parametrize(("kind", "offset"), [("mha", 0), ("swa", 0), ("mha", 1)])
 def test_stamps_agree_with_sglang_row_by_row(kind: str, offset: int, mode: RealKvHashMode):
-    """Issue 4, item 4: 1,000 random plans a mode and pool, K and V, with faults in stamps, KV and plan."""
+    """Issue 4, item 4: 400 random plans a mode and pool (3,600 in all), K and V, with faults in stamps, KV and plan."""
     picks = random.Random(f"{kind}{offset}{mode.name}")
     groups, stamps = attached(kind, mode, offset)
     compared = violations = 0
-    while compared < 1000:
+    while compared < 400:
         for group in groups:
             pool = group.kind.name.lower()
             for stamp in stamps[pool]:
@@ -168,7 +168,7 @@ def test_stamps_agree_with_sglang_row_by_row(kind: str, offset: int, mode: RealK
                     assert ours == theirs
                     compared += 1
                     violations += len(theirs)
-    assert violations > 1000
+    assert violations > 400
 
 
 def test_sources_are_named_after_the_segments_they_are():

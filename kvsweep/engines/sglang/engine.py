@@ -16,7 +16,7 @@ from kvsweep.engines.sglang.mirror import RustMirror
 from kvsweep.engines.sglang.pools import read_pools, read_stamps
 from kvsweep.engines.sglang.tree import MAMBA, ClassicReader, NodeTree, UnifiedReader
 from kvsweep.pool import KVPool, StampBuffer
-from kvsweep.tree import Gate
+from kvsweep.tree import FreeJournal, Gate
 
 logger = logging.getLogger("kvsweep")
 
@@ -73,7 +73,8 @@ class SGLangEngine:
         self, tree_cache: Any, allocator: Any, scheduler: Any = None, labels: Mapping[str, str] | None = None
     ) -> None:
         self.gate = Gate()
-        self.journal = SlotJournal(int(allocator.page_size))
+        self._slot_journal = SlotJournal(int(allocator.page_size))
+        self.journal: FreeJournal = self._slot_journal
         self._cache = tree_cache
         self._allocator = allocator
         self._scheduler = scheduler
@@ -127,7 +128,7 @@ class SGLangEngine:
             UnsupportedSGLang: if a method is missing; nothing stays wrapped then.
         """
         try:
-            journal_frees(self._patches, self._leaf_allocators, self.journal)
+            journal_frees(self._patches, self._leaf_allocators, self._slot_journal)
             self._follow_tree()
             if self._scheduler is not None:
                 self._follow_scheduler()

@@ -70,10 +70,12 @@ class RustMirror:
 
     def learn(self, node_id: int | None, key: Any) -> None:
         """A match or an insert of RadixKey `key` ended at this node."""
-        if node_id is None or self._core.is_root(node_id):
+        if node_id is None:
             return
         node = self._nodes.get(node_id)
         if node is not None and self._lengths([node_id])[0] == len(node.key):
+            return
+        if node is None and self._core.is_root(node_id):
             return
         self._follow(node_id, key.token_ids, (key.extra_key, key.cache_salt))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +11,10 @@ import torch
 from kvsweep.tree import NodeCursor, Spans
 
 FULL, SWA, MAMBA = 0, 1, 2  # sglang.srt.mem_cache.unified_cache.component_type.ComponentType
+
+
+# For the light pass: [n] nodes -> their lock counts and, for each, the sum over its children.
+LockRefs = Callable[[Sequence[Any]], tuple[list[int], list[int]]]
 
 
 class TreeReader(Protocol):
@@ -132,6 +136,8 @@ class NodeTree:
     def __init__(self, make_reader: Callable[[Loading], TreeReader]) -> None:
         self.loading = Loading()
         self.reader = make_reader(self.loading)
+        if hasattr(self.reader, "lock_refs"):  # not with the Rust core, which shows no lock counts
+            self.lock_refs: LockRefs = self.reader.lock_refs
         self.changes = 0
         self.broken: str | None = None
         if hasattr(self.reader, "lock_ref"):  # the Rust core does not tell
@@ -260,6 +266,11 @@ class UnifiedReader(_RadixKeys):
     def lock_ref(self, node: Any) -> int:
         return int(node.component_data[FULL].lock_ref)
 
+    def lock_refs(self, nodes: Sequence[Any]) -> tuple[list[int], list[int]]:
+        own = [node.component_data[FULL].lock_ref for node in nodes]
+        below = [sum(child.component_data[FULL].lock_ref for child in node.children.values()) for node in nodes]
+        return own, below
+
     def swa_resident(self, node: Any) -> bool:
         return not self._swa or node.component_data[SWA].value is not None
 
@@ -288,6 +299,10 @@ class ClassicReader(_RadixKeys):
 
     def locked(self, node: Any) -> bool:
         return bool(node.lock_ref)
+
+    def lock_refs(self, nodes: Sequence[Any]) -> tuple[list[int], list[int]]:
+        own = [node.lock_ref for node in nodes]
+        return own, [sum(child.lock_ref for child in node.children.values()) for node in nodes]
 
     def lock_ref(self, node: Any) -> int:
         return int(node.lock_ref)
