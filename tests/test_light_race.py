@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvsweep.checks.light import LightPass, LightReport
+from kvsweep.checks.look import Look
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig, Request
 from kvsweep.engines.embedded.tree import Key
 
@@ -199,3 +201,70 @@ def test_no_false_alarm_beside_a_running_scheduler(window: int) -> None:
         thread.join()
     assert len(reports) > 5 and sum(report.complete for report in reports) > 3
     assert [found for report in reports for found in report.candidates] == []
+
+
+def test_a_slot_that_moves_behind_the_walk_is_no_leak() -> None:
+    """I2: twice, once in each look, a node is evicted before the walk gets there and its slots go to a new node where
+    the walk does not come any more. Only the journal knows; without it this is a false alarm."""
+
+    def run(drains: bool) -> LightReport:
+        engine = make_engine(1, 0, 64)
+        tree, full = engine.tree, engine.allocator.full
+        for token in (1, 2):
+            tree.add(tree.root(), Key(np.full(32, token)), full.alloc(32))
+        assert not full.available
+
+        async def pause(_: float) -> None:
+            if the_pass.slices[-1] == 1:  # the youngest node was walked, the other one not: move that
+                the_pass.slices[-1] = -100
+                with engine.gate:
+                    children = tree.root().children
+                    tree._remove(next(iter(children.values())))
+                    tree.add(tree.root(), Key(np.full(32, 10 + len(the_pass.slices))), full.alloc(32))
+                    youngest = next(iter(children))
+                    children[youngest] = children.pop(youngest)  # it is walked first in the next look too
+
+        the_pass = Watched(
+            engine, engine.pools(), drain=engine.journal.drain if drains else list, pause=pause, slice_us=0.0
+        )
+        return asyncio.run(the_pass.run())
+
+    assert run(drains=True).candidates == []
+    assert [found.detail["kind"] for found in run(drains=False).candidates] == ["leak"]
+
+
+class Watched(LightPass):
+    """A light pass that notes, for each walk, how many slices it has made."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.slices: list[int] = []
+
+    async def _look(self) -> Look:
+        self.slices.append(0)
+        return await super()._look()
+
+    async def _slice(self, *args: Any) -> bool:
+        self.slices[-1] += 1
+        return await super()._slice(*args)
+
+
+def test_a_short_lock_is_no_leak() -> None:
+    """I2: a request that comes after the views at the start and goes before those at the end has locked a node by
+    name, and no view shows it: the re-read does."""
+    engine = make_engine(1, 0, 64)
+    node = engine.tree.add(engine.tree.root(), Key(np.full(32, 1)), engine.allocator.full.alloc(32))
+    pauses = 0
+
+    async def pause(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses <= 2:
+            engine.tree.lock(node, 1 if pauses == 1 else -1)
+
+    the_pass = LightPass(engine, engine.pools(), drain=engine.journal.drain, pause=pause, slice_us=0.0)
+    report = asyncio.run(the_pass.run())
+    assert report.transient == 1 and report.candidates == []
+    engine.tree.lock(node)
+    pauses = 3
+    assert [found.detail["kind"] for found in asyncio.run(the_pass.run()).candidates] == ["lock_leak"]

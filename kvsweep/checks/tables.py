@@ -38,11 +38,12 @@ class Views:
 
 
 class PoolTable:
-    """What is known of each slot of one pool: 4 + 1 B a slot and 1 + 4 B a page, on the pool's device.
+    """What is known of each slot of one pool: 5 B a slot and 5 B a page (1 B where pages are slots), for one look, on
+    the pool's device.
 
     Attributes:
         owner: int32 [slots], the row that holds the slot, or UNOWNED. For the SWA pool: the full slot mapped to it.
-        page_owner: int32 [pages], the row that entered the page.
+        page_owner: int32 [pages], the row that entered the page; empty where pages are slots.
         free: bool [slots], on the free list at the end of the look.
         accounted: bool [pages], somebody has a slot of the page or had it at some time of the look.
         low, high: valid slots are low <= slot < high; the padding page is not.
@@ -57,7 +58,8 @@ class PoolTable:
         self.has_view = view is not None
         slots = self.pages * pool.page_size
         self.owner = torch.full((slots,), structural.UNOWNED, dtype=torch.int32, device=pool.device)
-        self.page_owner = torch.full((self.pages,), structural.UNOWNED, dtype=torch.int32, device=pool.device)
+        entered = self.pages if pool.page_size > 1 else 0
+        self.page_owner = torch.full((entered,), structural.UNOWNED, dtype=torch.int32, device=pool.device)
         self.free = torch.zeros(slots, dtype=torch.bool, device=pool.device)
         self.accounted = torch.zeros(self.pages, dtype=torch.bool, device=pool.device)
         self.free_slots = self.tree_slots = self.request_slots = 0
