@@ -67,12 +67,13 @@ th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical
 tr:last-child td { border-bottom: 0; } .n { text-align: right; white-space: nowrap; }
 code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
 details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); }
-svg { display: block; width: 100%; height: 84px; } .deep { fill: var(--deep); } .light { fill: var(--light); }
+svg { display: block; width: 100%; height: auto; margin-bottom: 6px; }
+.deep { fill: var(--deep); } .light { fill: var(--light); }
 .hit { fill: var(--bad); } .cut { fill: none; stroke: var(--idle); stroke-dasharray: 3 2; }
 .base { stroke: var(--line); }
 .key { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
 .legend span { margin-right: 14px; } time { white-space: nowrap; }
-svg.key { display: inline; height: 11px; vertical-align: -1px; }
+svg.key { display: inline; height: 11px; margin-bottom: 0; vertical-align: -1px; }
 """
 
 SCRIPT = """
@@ -181,11 +182,12 @@ def _tiles(status: Mapping[str, Any]) -> str:
         work = f"<b>{escape(status['state'])}</b><p>no pass is running</p>"
     else:
         percent = f"{100 * running['progress']:.0f} %"
+        left = "" if running["eta_s"] is None else f", {duration(running['eta_s'])} left"
         work = (
             f"<b>{escape(running['kind'])} pass {running['number']}, {percent}</b>"
             f'<progress aria-label="pass progress" max="1" value="{running["progress"]:.4f}">{percent}</progress>'
             f"<p>{running['slots_done']:,} of about {running['slots_total']:,} slots, "
-            f"{running['rate_slots_per_s']:,.0f}/s, {duration(running['eta_s'])} left</p>"
+            f"{running['rate_slots_per_s']:,.0f}/s{left}</p>"
         )
     held = ", ".join(f"{escape(why)} {duration(s)}" for why, s in budgets["throttled_s"].items() if s) or "never"
     duties = "".join(
@@ -195,9 +197,9 @@ def _tiles(status: Mapping[str, Any]) -> str:
     )
     tiles = {
         "Pass": f"{work}<p class=soft>{passes['deep']:,} deep and {passes['light']:,} light passes completed</p>",
-        "Scheduler's wait at the gate": f"<b>{gate['wait_max_us']:,.0f} us at most</b>"
-        f"<p>99.9 % of {gate['entries']:,} entries within {gate['wait_p999_us']:,.0f} us</p>"
-        f"<p class=soft>held for {gate['hold_p99_us']:,.0f} us (p99), {gate['hold_max_us']:,.0f} us at most</p>",
+        "Scheduler's wait at the gate": f"<b>{micro(gate['wait_p999_us'])} (p99.9)</b>"
+        f"<p>worst {micro(gate['wait_max_us'])} of {gate['entries']:,} entries</p>"
+        f"<p class=soft>held {micro(gate['hold_p99_us'])} (p99), {micro(gate['hold_max_us'])} at most</p>",
         "Footprint": f"{duties}<p class=soft>held back: {held}</p>",
     }
     return "".join(f"<section><h2>{escape(title)}</h2>{body}</section>" for title, body in tiles.items())
@@ -213,16 +215,15 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for finding in reversed(findings[-SHOWN_FINDINGS:]):
         place = finding["pool"] + (f" {finding['segment']}" if finding["segment"] else "")
-        values = f"expected {_shown(finding['expected'])}, read {_shown(finding['actual'])}"
         rows.append(
             [
                 moment(finding["confirmed_at"]),
-                {True: "in the tree", False: "gone"}.get(finding.get("open"), "unknown"),
+                {True: "in tree", False: "gone"}.get(finding.get("open"), "unknown"),
                 escape(finding["check"]),
                 escape(place),
                 _shown(finding["slot"]),
                 _shown(finding["position"]),
-                f"{escape(finding['message'])}<br><code>{values}, prefix {_shown(finding['prefix_hash'])}</code>",
+                f"{escape(finding['message'])}<br><code>finding {_shown(finding['id'])}</code>",
             ]
         )
     hidden = len(findings) - len(rows)
@@ -338,7 +339,7 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _pairs(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{escape(name)} {number:,}" for name, number in counts.items()) or "none"
+    return ", ".join(f"{escape(name)} {compact(number)}" for name, number in counts.items()) or "none"
 
 
 def _shown(value: object) -> str:
@@ -349,12 +350,25 @@ def count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def compact(number: int) -> str:
+    """``"9,500"``, ``"12.3k"``, ``"840k"``, ``"1.2M"``."""
+    for size, unit in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
+        if number >= size:
+            value = number / (1000 if unit == "k" else size)
+            return f"{value:.{int(value < 100)}f}{unit}"
+    return f"{number:,}"
+
+
+def micro(microseconds: float) -> str:
+    return f"{microseconds:,.0f} us" if microseconds < 1000 else duration(microseconds / 1e6)
+
+
 def duration(seconds: float | None) -> str:
     """``"34 ms"``, ``"5.2 s"``, ``"3 min 20 s"``, ``"2 h 5 min"``, ``"4 d 3 h"``; ``"unknown"`` for None."""
     if seconds is None:
         return "unknown"
     if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
+        return f"{1000 * seconds:.{int(0 < seconds < 0.01)}f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     whole = round(seconds)

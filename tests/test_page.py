@@ -136,10 +136,11 @@ def test_the_page_shows_progress_coverage_findings_and_history() -> None:
         "host_evicted 12",
         "host 3.1 % of a budget of 5.0 %",
         "slot 4711 of pool full changed in layer3.k",
-        "expected 0x1122334455667788, read 0x1122334455667789",
+        "worst 600 us of 9 entries",
+        "chain 840k",
         "mamba",
         "3 older ones",
-        "in the tree",
+        "in tree",
         "3 stale (slot freed meanwhile), 1 transient",
     ):
         assert text in outline.words, text
@@ -162,7 +163,7 @@ def test_markup_from_outside_stays_text() -> None:
     status["coverage"]["matrix"][1]["checks"][evil] = False
     status["errors"] = {evil: 1}
     status["last_error"] = {"stage": evil, "message": evil, "at": NOW}
-    finding = {**FINDING, **{key: evil for key in ("check", "pool", "segment", "message", "expected", "prefix_hash")}}
+    finding = {**FINDING, **{key: evil for key in ("id", "check", "pool", "segment", "message")}}
     outline = Outline(page.render(status, [finding]))
     assert [tag for tag, _ in outline.elements].count("script") == 1
     assert outline.words.count(evil) >= 10
@@ -181,6 +182,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     [
         (None, "unknown"),
         (0.0, "0 ms"),
+        (0.0059, "5.9 ms"),
         (0.034, "34 ms"),
         (5.24, "5.2 s"),
         (59.4, "59 s"),
