@@ -55,6 +55,7 @@ class Server:
             "KVSWEEP_CYCLE_TARGET": "1",
             "KVSWEEP_INTENSITY": "high",
             "KVSWEEP_FINDINGS_PATH": str(self.findings_log),
+            "KVSWEEP_FILE_SD_DIR": str(folder / "sd"),
             "KVSWEEP_TEST_FAULTS": str(self.faults),
             "PYTHONPATH": os.pathsep.join([str(HERE / "faults"), os.environ.get("PYTHONPATH", "")]),
             **environment,

@@ -394,7 +394,7 @@ def _leaf_allocators(allocator: Any) -> list[tuple[str, Any]]:
 
 
 def _begin_load(tree: NodeTree, node: int, transfer: Any) -> None:
-    tree.loading.begin(node, transfer.nodes_to_load or ())
+    tree.loading.begin(node, transfer.nodes_to_load or (), tree.reader.newest())
     tree.changes += 1
 
 

@@ -67,6 +67,7 @@ class RustMirror:
         self.generation += 1
         self._root = MirrorNode(0, None, np.empty(0, dtype=np.int64), 0, None)
         self._nodes: dict[int, MirrorNode] = {}
+        self._newest = 0
 
     def learn(self, node_id: int | None, key: Any) -> None:
         """A match or an insert of RadixKey `key` ended at this node."""
@@ -96,6 +97,9 @@ class RustMirror:
 
     def node(self, handle: Any) -> MirrorNode | None:
         return self._nodes.get(handle)
+
+    def newest(self) -> int:
+        return self._newest
 
     def value(self, node: MirrorNode) -> torch.Tensor | None:
         if node is self._root or node.id in self._loading:
@@ -165,6 +169,7 @@ class RustMirror:
         before = parent.children.get(name)
         parent.children[name] = node
         self._nodes[node.id] = node
+        self._newest = max(self._newest, node.id)
         if before is not None and self._alive(before.id):
             self._cut(before, node)
         elif before is not None:

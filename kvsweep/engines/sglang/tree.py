@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,6 +49,9 @@ class TreeReader(Protocol):
     def node(self, handle: Any) -> Any:
         """The node that the engine's handle (what a request calls `last_node`) stands for; None if unknown."""
 
+    def newest(self) -> int:
+        """The largest node id so far."""
+
     def reset(self) -> None:
         """The engine dropped its whole tree."""
 
@@ -57,17 +60,17 @@ class Loading:
     """Nodes whose device slots still wait for their bytes from a cache tier (HiCache load-back).
 
     A load names the nodes it fills. A split moves the front of such a node into a new one the load has no name for,
-    so while any load is under way every node younger than the oldest load is treated as loading too.
+    so while a load is under way every node that is younger than it is treated as loading too.
     """
 
     def __init__(self) -> None:
         self._loads: dict[int, frozenset[int]] = {}  # anchor node id -> ids of the nodes it fills
         self._born: dict[int, int] = {}  # anchor node id -> largest node id when the load began
 
-    def begin(self, anchor: int, nodes: Iterable[int]) -> None:
-        ids = frozenset((anchor, *nodes))
-        self._loads[anchor] = ids | self._loads.get(anchor, frozenset())
-        self._born[anchor] = min(max(ids), self._born.get(anchor, max(ids)))
+    def begin(self, anchor: int, nodes: Iterable[int], newest: int) -> None:
+        """`nodes` are filled by the load of `anchor`; `newest` is the largest node id so far."""
+        self._loads[anchor] = frozenset(nodes) | self._loads.get(anchor, frozenset())
+        self._born[anchor] = min(newest, self._born.get(anchor, newest))
 
     def end(self, anchor: int) -> None:
         self._loads.pop(anchor, None)
@@ -254,6 +257,9 @@ class UnifiedReader(_RadixKeys):
     def node(self, handle: Any) -> Any:
         return self._core._node_arena.get(handle)
 
+    def newest(self) -> int:
+        return int(type(self._core.root_node).counter) - 1
+
     def value(self, node: Any) -> torch.Tensor | None:
         if node.parent is None or node.id in self._loading:
             return None
@@ -293,6 +299,9 @@ class ClassicReader(_RadixKeys):
 
     def node(self, handle: Any) -> Any:
         return handle
+
+    def newest(self) -> int:
+        return int(type(self._cache.root_node).counter) - 1
 
     def value(self, node: Any) -> torch.Tensor | None:
         return None if node.parent is None else node.value

@@ -3,7 +3,7 @@
 Put this directory on PYTHONPATH and name a directory in KVSWEEP_TEST_FAULTS. Write a request to `request.json` there
 (by rename); the answer appears in `answer.json`. Requests:
 
-    {"do": "flip", "half": "k"|"v", "layer": int, "position": int}  one byte of an idle cached slot; answers the slot
+    {"do": "flip", "half": "k"|"v", "layer": int, "position": int, "byte": int}  a bit of an idle cached slot's row
     {"do": "unflip"}  the byte back as it was
     {"do": "walk"}  SGLang's own walk: number of slots
     {"do": "release"} / {"do": "resume"}  memory occupation, as the RL endpoints do
@@ -40,21 +40,22 @@ def before(scheduler, *_, **__):
     draft.replace(where / "answer.json")
 
 
-def do_flip(scheduler, half, layer, position):
+def do_flip(scheduler, half, layer, position, byte=21):
     import torch
 
     rows = scheduler.tree_cache.tree_core.walk_for_kv_canary(True, False)
     slot = int(rows.slot_indices[rows.positions == position][0])
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     row = getattr(pool, f"{half}_buffer")[layer][slot].view(torch.uint8).view(-1)
-    row[21] ^= 0x40
-    flipped.append(row)
+    row[byte] ^= 0x40
+    flipped.append((row, byte))
     return {"slot": slot, "position": position}
 
 
 def do_unflip(scheduler):
     while flipped:
-        flipped.pop()[21] ^= 0x40
+        row, byte = flipped.pop()
+        row[byte] ^= 0x40
     return {}
 
 
