@@ -105,7 +105,6 @@ class EmbeddedEngine:
         self.running: list[Request] = []  # oldest first
         self.retractions = 0
         self.cached_tokens = 0  # tokens that requests found in the tree
-        self.generated_tokens = 0
         self.looping = False  # a thread is in `run`
         self._queue: deque[Request] = deque()
         self._commands: deque[Callable[[], None]] = deque()
@@ -346,7 +345,6 @@ class EmbeddedEngine:
     def _extend(self, request: Request, token: int) -> None:
         """Append a predicted token; a request that reached its limit leaves its computed tokens in the tree."""
         request.tokens.append(token)
-        self.generated_tokens += 1
         if len(request.tokens) == request.limit:
             with self.gate, self.allocator.free_group():
                 cached, _ = self._insert(request)
