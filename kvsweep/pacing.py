@@ -24,6 +24,7 @@ QUEUED = 0.5  # share of the budgets while requests wait
 IDLE_BOOST, IDLE_MAX = 8.0, 0.5  # an idle engine lends this many times the budget, at most half of a core or device
 TOLERATED = math.log(1.02)  # steps this much slower than with the sweep off are not yet a reason to back off
 POLL_SECONDS = 0.1  # how often a pass is looked for that may be due by steps
+LIGHT_SHARE = 0.25  # of the host budget, for light passes: on a large tree they come less often than asked for
 LOOK_SECONDS = 0.05  # how often a step is sampled
 ADJUST_SECONDS = 2.0  # how often step times may change the budgets
 MEASURE_EVERY, MEASURE_FOR = 10.0, 0.5  # during a long pass: a pause that shows the steps without the sweep
@@ -147,7 +148,9 @@ class Pacer:
         self._pressure = pressure
         self._changed = anyio.Event()
         now = time.monotonic()
-        self._started: dict[str, float] = {}  # job -> when it began last
+        self._deep_started = -math.inf
+        self._light_at = now + settings.light_interval  # when the next light pass is due
+        self._lights = 0
         self._deep_steps: int | None = None  # the engine's steps when the last deep pass began
         self._deep_running = False
         self._deep_done = now  # when the last deep pass was complete (or sweeping began, or was resumed)
@@ -170,8 +173,9 @@ class Pacer:
         while True:
             job = None if self.paused else self._due()
             if job:
-                self._job, self._started[job] = job, time.monotonic()
+                self._job = job
                 if job == "deep":
+                    self._deep_started = time.monotonic()
                     self._deep_steps, self._deep_running = self._pressure().steps, True
                     self._throttled_before = self.throttled.copy()
                 if job == "selftest":
@@ -185,22 +189,24 @@ class Pacer:
             return self.asked.pop(0)
         if self._deep_passes >= self._test_due:
             return "selftest"
-        if settings.light_interval and now - self._started.get("light", -math.inf) >= settings.light_interval:
+        if self.light_due():
             return "light"
         if settings.every_steps is None:  # half the target, so that rest and pass together stay below it
-            due = now - self._started.get("deep", -math.inf) >= settings.cycle_target / 2
+            due = now - self._deep_started >= settings.cycle_target / 2
         else:
             steps, last = self._pressure().steps, self._deep_steps
             due = settings.every_steps > 0 and (last is None or steps - last >= settings.every_steps)
         return "deep" if due else None
 
     def light_due(self) -> bool:
-        """True, once, if a light pass, after the first, falls due while a deep one runs."""
-        now = time.monotonic()
-        if now - self._started.get("light", math.inf) < (self._settings.light_interval or math.inf):
-            return False
-        self._started["light"] = now
-        return True
+        """True if a light pass should begin now. The first comes after the first deep pass, or its interval."""
+        return self._settings.light_interval > 0 and time.monotonic() >= self._light_at
+
+    def light_pass_ended(self, cpu_seconds: float) -> None:
+        """It used this much of a core."""
+        affordable = cpu_seconds / (self.budgets["host_duty"].share * LIGHT_SHARE)
+        self._light_at = time.monotonic() + max(self._settings.light_interval, affordable)
+        self._lights += 1
 
     def deep_pass_ended(self, *, complete: bool) -> dict[str, float]:
         """Note the end of a deep pass; what held it back, in seconds by reason, most first."""
@@ -208,6 +214,8 @@ class Pacer:
         if complete:
             self._deep_done = time.monotonic()
             self._deep_passes += 1
+            if not self._lights:
+                self._light_at = self._deep_done
         held = {reason: seconds - self._throttled_before[reason] for reason, seconds in self.throttled.items()}
         return {reason: held[reason] for reason in sorted(held, key=lambda reason: -held[reason]) if held[reason]}
 
@@ -284,7 +292,7 @@ class Pacer:
         """Sample step times, with the sweep on and off, and adjust the budgets to what they say. Runs for ever."""
         steps = self._pressure().steps
         while True:
-            await anyio.sleep(LOOK_SECONDS)
+            await self._sleep(LOOK_SECONDS)
             pressure, now = self._pressure(), time.monotonic()
             if pressure.steps != steps and pressure.last_step_seconds > 0:
                 steps = pressure.steps

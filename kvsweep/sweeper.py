@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from kvsweep.checks.light import CHECKS as LIGHT_CHECKS
@@ -75,7 +76,7 @@ class Sweeper:
         jobs: what the pacer may call for, by name; `job` is the one that ran last.
         failures: errors in a row, by job.
         stage: the stage at work, or the one that was last; `busy_since` (monotonic) is None between stages.
-        new_first_seconds: a deep pass that follows one as long as this begins with what was never read (see `_begin`).
+        new_first_seconds: after a pass this long, the next begins with what was never read (see `_begin`).
     """
 
     def __init__(
@@ -193,12 +194,15 @@ class Sweeper:
         return record
 
     def _begin(self) -> _Walk:
-        """A new pass, in this order: what was never read (if the tree is so large that it would wait long for its
-        turn), then everything, in the tree's order, which is the order of the last pass: oldest first. How often a
-        node is asked for plays no part."""
+        """A new pass, in this order: what was never read, then everything, in the tree's order, which is that of the
+        last pass: oldest first. How often a node is asked for plays no part.
+
+        The walk for what is new costs time of its own. It is left out where the whole pass is so short that order
+        means nothing, and where passes are so long that it would push them beyond the cycle target.
+        """
         record, last = self.coverage.begin("deep"), self.coverage.last("deep")
-        long_way = last is not None and last.duration >= self.new_first_seconds
-        return _Walk(record, self._cursor(), only_new=long_way and self.settings.fingerprints)
+        new_first = last is not None and self.new_first_seconds <= last.duration <= self.settings.cycle_target / 3
+        return _Walk(record, self._cursor(), only_new=new_first and self.settings.fingerprints)
 
     def _begin_again(self, walk: _Walk) -> None:
         """All that is new has been read: now everything."""
@@ -249,6 +253,8 @@ class Sweeper:
         """Chunks of every pool, their rows marked, so that a free drained from now on takes the mark away."""
         with self._stage("plan"):
             plans: list[Plan] = []
+            if walk.only_new and self.pools[self._tree_pool].device.type == "cpu":
+                spans = self._new_spans(spans)
             for pool, verifier in self._verifiers.items():
                 with verifier.planning():
                     planned = plan_chunks(
@@ -259,13 +265,24 @@ class Sweeper:
                 self._mark(plan)
             walk.plans.extend(plans)
 
+    def _new_spans(self, spans: Spans) -> Spans:
+        """The spans with a slot that nobody has read since it was last free: one that was read keeps its mark."""
+        new = Spans()
+        if not len(spans):
+            return new
+        slots = torch.cat(spans.values).to(torch.int64)
+        slots = torch.where((slots > 0) & (slots < self._tree_slots), slots, 0)
+        some = ~self._verifiers[self._tree_pool].alive(slots).numpy()
+        firsts = np.cumsum([0, *(value.numel() for value in spans.values[:-1])])
+        for i in np.flatnonzero(np.add.reduceat(some, firsts)).tolist():
+            new.copy(spans, i)
+        return new
+
     def _new_rows(self, plans: list[Plan], verifier: Verifier) -> Iterator[Plan]:
-        """The plans with slot 0, which is skipped, in each row that was read before: such a slot keeps its mark until
-        it is freed. On a GPU nothing may wait for the answer, so a plan without a new row is launched as well."""
+        """The plans with slot 0, which is skipped, in each row that was read before. A GPU gets a launch for every
+        plan: nothing may wait to hear whether there is anything new in it."""
         for plan in plans:
             new = ~verifier.alive(plan.chunk.slots)
-            if plan.pool.device.type == "cpu" and not new.any():
-                continue
             yield replace(
                 plan,
                 chunk=replace(plan.chunk, slots=torch.where(new, plan.chunk.slots, 0)),
@@ -430,7 +447,7 @@ class Sweeper:
 
     async def light_pass(self) -> PassRecord:
         """Check the structure of tree, allocators and requests; no bytes are read."""
-        record = self.coverage.begin("light")
+        record, cpu = self.coverage.begin("light"), time.thread_time()
         complete = False
         try:
             await self._reopen_pools_if_changed()
@@ -451,6 +468,7 @@ class Sweeper:
             logger.warning("light pass %d ended early: %s", record.number, reason)
         finally:
             self.coverage.end(record, complete=complete)
+            self.pacer.light_pass_ended(time.thread_time() - cpu)
         self._publish_pass(record)
         return record
 
