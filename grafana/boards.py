@@ -13,6 +13,7 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 from panels import (
+    AMBER,
     DOWN_TO,
     GREEN,
     NEUTRAL,
@@ -49,9 +50,9 @@ OVERVIEW_TOP = [
         what="Corruptions confirmed by a second read within the chosen time range, evicted since or not.",
     ),
     Show(
-        kind="stat", title="Ranks swept", width=4, height=5, red=ALIVE,
-        queries={"swept": "sum(kvsweep_up{$S})", "known": "count(kvsweep_up{$S})"},
-        what="Ranks whose sweeper runs or is paused, and ranks that report at all.",
+        kind="stat", title="Ranks not swept", width=4, height=5, steps=UP_TO["any"], red=ALIVE,
+        queries={"not swept": "count(kvsweep_up{$S}) - sum(kvsweep_up{$S})"},
+        what="Ranks that report but whose sweeper neither runs nor is paused; the table below says which.",
     ),
     Show(
         kind="stat", title="Coverage", width=4, height=5, unit="percentunit", steps=DOWN_TO["coverage"], red=COVERAGE,
@@ -123,6 +124,7 @@ DETAIL_ROWS: dict[str, list[Show]] = {
         Show(
             kind="stat", title="State", width=4, height=5, red=ALIVE,
             queries={"{{state}}": "max by (state) (kvsweep_state{$S}) == 1"},
+            names={"running": GREEN, "paused": AMBER, "starting": AMBER, "stopped": RED, "failed": RED},
             what="The state the sweeper is in: starting, running, paused, stopped or failed.",
         ),
         Show(

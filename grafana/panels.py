@@ -50,6 +50,7 @@ class Show:
         unit: Grafana's unit id.
         steps: (from value, colour).
         words: value -> (text, colour) where a number stands for a state.
+        names: series name -> colour where the name of the series is what is shown.
         width, height: in grid units, the dashboard is 24 wide.
     """
 
@@ -62,6 +63,7 @@ class Show:
     unit: str = "short"
     steps: Steps = NEUTRAL
     words: Mapping[int, tuple[str, str]] | None = None
+    names: Mapping[str, str] | None = None
     width: int = 12
     height: int = 8
 
@@ -95,6 +97,9 @@ def build_panel(show: Show) -> Any:
             for value, (text, colour) in show.words.items()
         }
         panel.mappings([models.ValueMap(options=options)])
+    for name, colour in (show.names or {}).items():
+        fixed = models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
+        panel.override_by_name(name, [fixed])
     for index, (legend, expression) in enumerate(show.queries.items()):
         query = prometheus.Dataquery().expr(expression.replace("$S", SELECT)).ref_id(chr(ord("A") + index))
         query.legend_format(legend)

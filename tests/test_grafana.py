@@ -41,7 +41,7 @@ def test_check_notices_a_stale_file(tmp_path: Path) -> None:
     for part in ("deploy", "grafana"):
         subprocess.run(["cp", "-r", str(ROOT / part), str(tmp_path / part)], check=True)
     edited = tmp_path / "grafana/dashboards/overview.json"
-    edited.write_text(edited.read_text().replace("Ranks swept", "Ranks"))
+    edited.write_text(edited.read_text().replace("Ranks not swept", "Ranks"))
     (tmp_path / "deploy/kubernetes/base/prometheusrule.yml").unlink()
     command = [sys.executable, str(tmp_path / "deploy/generate.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
