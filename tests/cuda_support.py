@@ -78,7 +78,7 @@ class PaperDevice:
 
     Attributes:
         log: what was enqueued, in order: ("wait", stream), ("launch", kernel), ("copy",), ("fill",), ("done",).
-        allocated: bytes given out so far.
+        allocations: how often memory was asked for.
         queries: how often a token was asked for.
         failure: raised by the next queries, as a GPU's sticky error would be.
     """
@@ -89,17 +89,25 @@ class PaperDevice:
         self.eager = eager
         self.memory = memory
         self.log: list[tuple[Any, ...]] = []
-        self.allocated = 0
+        self.allocations = 0
         self.queries = 0
         self.failure: Exception | None = None
         self._queue: list[Callable[[], None]] = []
+        self._memory: list[tuple[StorageWeakRef, int]] = []
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of GPU memory in use."""
+        return sum(size for storage, size in self._memory if not storage.expired())
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
         tensor = torch.zeros(shape, dtype=dtype)
         size = tensor.numel() * tensor.element_size()
         if not pinned and self.allocated + size > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        self.allocated += 0 if pinned else size
+        self.allocations += 1
+        if not pinned:
+            self._memory.append((StorageWeakRef(tensor.untyped_storage()), size))
         return tensor
 
     @contextmanager

@@ -162,18 +162,20 @@ class CudaVerifier:
     def _warm_up(self) -> None:
         """Compile every kernel now, on no rows: in the middle of a pass it would be a stall."""
         buffers = self._buffers[0]
-        nothing = torch.empty(0, dtype=torch.int64, device=self.pool.device)
-        for slots in (nothing, nothing.to(torch.int32)):
+        nothing, nothing_int32, no_bytes = (
+            torch.empty(0, dtype=dtype, device=self.pool.device) for dtype in (torch.int64, torch.int32, torch.uint8)
+        )
+        for slots in (nothing, nothing_int32):
             self._launch_rows(kernels.forget_kernel, slots)
         self._launch_rows(kernels.mark_kernel, nothing)
-        self._launch_rows(kernels.alive_kernel, nothing, nothing.to(torch.uint8))
+        self._launch_rows(kernels.alive_kernel, nothing, no_bytes)
         empty = Chunk(slots=nothing, positions=nothing, prev_slots=nothing, tokens=nothing, next_tokens=nothing)
         self._launch_stamps(empty, buffers)
         self._launch_fingerprints(empty, buffers)
         for step in (kernels.COUNT, kernels.CONTRADICT, kernels.COMMIT):
-            self._launch_settle(step, empty, nothing.to(torch.uint8), buffers.fingerprints, buffers.by_segment, 0)
+            self._launch_settle(step, empty, no_bytes, buffers.fingerprints, buffers.by_segment, 0)
         self._count_sealed(kernels.COUNT_SEALED_BEFORE)
-        self._fence()
+        self._fence(empty, no_bytes)
 
     @property
     def device_bytes(self) -> int:

@@ -388,16 +388,17 @@ def _source_hash(column, slots, live, BLOCK_SLOTS: tl.constexpr):
     row_bytes = tl.load(column + _ROW_BYTES)
     page_size = tl.load(column + _PAGE_SIZE)
     wide = tl.load(column + _WIDE)
-    read_bytes = tl.load(column + _READ_BYTES)
+    read_bytes = tl.load(column + _READ_BYTES).to(tl.int32)
     pages = slots // page_size
     addresses = base + pages * page_stride + (slots - pages * page_size) * row_bytes
     acc = tl.zeros((BLOCK_SLOTS,), tl.uint64)
     if wide != 0:
-        aligned = tl.multiple_of(addresses, 16).to(tl.pointer_type(tl.uint64))
+        aligned = addresses.to(tl.pointer_type(tl.uint64))
         pair = tl.arange(0, 2)
         for first in range(0, read_bytes // 8, 2):
-            at = aligned[:, None] + (tl.multiple_of(first, 2) + pair)[None, :]
-            low, high = tl.split(tl.load(at, mask=live[:, None] & (pair < 2)[None, :], other=0))
+            at = tl.multiple_of(aligned[:, None] + (first + pair)[None, :], (16, 16))
+            both = tl.load(at, mask=live[:, None] & (pair < 2)[None, :], other=0, eviction_policy="evict_first")
+            low, high = tl.split(both)
             acc = _mix(_mix(acc ^ low) ^ high)
     else:
         for first in range(0, read_bytes, 16):
