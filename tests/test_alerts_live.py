@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
 import pytest
@@ -118,6 +119,29 @@ def test_a_live_scrape_passes_promtool(fleet: Fleet) -> None:
         text = answer.read()
     result = subprocess.run([need("promtool"), "check", "metrics"], input=text, capture_output=True)
     assert (result.returncode, result.stdout + result.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("rank", "headline"), [(0, "1 corruption"), (1, "No corruption found")])
+def test_the_status_page_of_a_live_rank(fleet: Fleet, rank: int, headline: str) -> None:
+    """I6: the page says in words what that rank's own status says, whether the corrupt prefix was evicted or not."""
+    with urlopen(f"http://{fleet.targets[rank]}/", timeout=5) as answer:
+        text = answer.read().decode()
+    assert f"<strong>{headline}" in text
+    assert all(f"<td>{name}</td>" in text for name in ("full", "layer0.k"))  # coverage, and the matrix below it
+
+
+def test_a_paused_rank_is_up_and_says_so(fleet: Fleet) -> None:
+    """I6, I8: pause over HTTP shows as state paused, not as down; after resume it sweeps on."""
+    target = fleet.targets[1]
+
+    def state(name: str) -> None:
+        series = f'kvsweep_state{{state="{name}",instance="{target}"}} == 1 and ignoring (state) kvsweep_up == 1'
+        assert fleet.prometheus.query(series)
+
+    for command, name in (("pause", "paused"), ("resume", "running")):
+        with urlopen(UrlRequest(f"http://{target}/control/{command}", method="POST"), timeout=5) as answer:
+            assert answer.status == 200
+        until(f"the rank is {name}", lambda name=name: state(name), timeout=20)
 
 
 def test_every_panel_shows_something(fleet: Fleet) -> None:
