@@ -53,6 +53,7 @@ class Server:
             "KVSWEEP_ENABLED": "1",
             "KVSWEEP_PORT": str(self.sweep_port),
             "KVSWEEP_CYCLE_TARGET": "1",
+            "KVSWEEP_LIGHT_INTERVAL": "0.5",
             "KVSWEEP_INTENSITY": "high",
             "KVSWEEP_FINDINGS_PATH": str(self.findings_log),
             "KVSWEEP_FILE_SD_DIR": str(folder / "sd"),

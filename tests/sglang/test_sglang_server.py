@@ -12,6 +12,8 @@ pytest.importorskip("sglang.srt", reason="needs SGLang 0.5.23: tests/sglang/cpu_
 
 from server import Server, until
 
+from kvsweep import doctor
+
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 CONFIGS = {
@@ -61,6 +63,16 @@ def test_clean_traffic_gives_no_findings_and_moves_the_metrics(server: Server):
     assert server.metric("kvsweep_up", port=server.port, tp_rank="0") == 1  # also in SGLang's own /metrics
     (announced,) = json.loads((server.log.parent / "sd" / "kvsweep-rank0.json").read_text())
     assert announced["targets"] == [f"127.0.0.1:{server.sweep_port}"]  # for Prometheus's file_sd
+
+
+def test_doctor_on_a_running_server(server: Server):
+    """Issue 4, item 8: the doctor finds everything and says what would be covered there."""
+    lines: list[str] = []
+    assert doctor.main(f"http://127.0.0.1:{server.port}", lines.append) == 0
+    report = "\n".join(lines)
+    assert "FAIL" not in report
+    for said in ("SGLang 0.5.23 at http", "KV pools", "1: one sweeper and one port each", "export KVSWEEP_ENABLED=1"):
+        assert said in report
 
 
 def test_an_idle_server_is_swept(server: Server):

@@ -13,6 +13,7 @@ from typing import Any
 
 logger = logging.getLogger("kvsweep")
 
+SUPPORTED_VERSIONS = ("0.5.23",)
 EVENT_LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
 PROCESS_START = "sglang.srt.managers.scheduler.configure_scheduler_process"
 
@@ -40,7 +41,8 @@ def before_scheduler_process(*_: Any, **__: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     if EVENT_LOOP not in HookRegistry._patched:
-        logger.error("kvsweep is off: SGLang %s has no %s to hook; supported: SGLang 0.5.23", version(), EVENT_LOOP)
+        supported = ", ".join(SUPPORTED_VERSIONS)
+        logger.error("kvsweep is off: SGLang %s has no %s to hook (supported: %s)", version(), EVENT_LOOP, supported)
 
 
 def around_event_loop(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,11 +16,11 @@ from kvsweep.engines.sglang.mirror import RustMirror
 from kvsweep.engines.sglang.pools import read_pools, read_stamps
 from kvsweep.engines.sglang.tree import MAMBA, ClassicReader, NodeTree, UnifiedReader
 from kvsweep.pool import KVPool, StampBuffer
+from kvsweep.sweeper import PassInterrupted
 from kvsweep.tree import FreeJournal, Gate
+from kvsweep.verify.device import pause_for_capture
 
 logger = logging.getLogger("kvsweep")
-
-SUPPORTED_VERSIONS = ("0.5.23",)
 
 # Methods of a tree core that change the tree: each runs with the gate entered.
 CORE_CHANGES = (
@@ -48,8 +48,9 @@ CORE_CHANGES = (
 )
 CLASSIC_CHANGES = ("match_prefix", "touch_prefix", "insert", "evict", "reset")
 # Phases of the scheduler loop in which tree, allocators and requests change together: the gate is kept for the whole
-# phase, so that a snapshot (taken while a batch runs, or in between) finds every slot with an owner.
-PHASES = ("process_input_requests", "get_next_batch_to_run", "process_batch_result")
+# phase, so that a snapshot (taken while a batch runs, or in between) finds every slot with an owner. Not
+# process_input_requests, which may load weights for a minute: what it does to the cache is short, and gated by itself.
+PHASES = ("get_next_batch_to_run", "process_batch_result")
 
 KV_CACHE = "kv_cache"  # sglang.srt.constants.GPU_MEMORY_TYPE_KV_CACHE
 
@@ -149,44 +150,57 @@ class SGLangEngine:
         core = self._cache.tree_core
         if isinstance(tree.reader, RustMirror):
             self._follow_rust_core(core, tree.reader)
+        # Notes below name their parameters as SGLang does: it passes some by keyword.
         wrap(core, "reset", self._after(lambda *_: tree.reset()))
-        wrap(core, "commit_load_back", self._before(lambda node, _, transfer, *__: _begin_load(tree, node, transfer)))
-        wrap(core, "finish_load_back", self._after(lambda _, node: tree.loading.end(node)))
+        wrap(core, "commit_load_back", self._before(self._begin_load))
+        wrap(core, "finish_load_back", self._after(lambda _, anchor_node_id: tree.loading.end(anchor_node_id)))
         for name in CORE_CHANGES:
             wrap(core, name, gated(self.gate))
         # The cache's own methods span several calls of the core and the frees they cause.
         for name in ("insert", "evict", "evict_for_alloc", "reset"):
             wrap(self._cache, name, gated(self.gate))
 
+    def _begin_load(self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any) -> None:
+        transfers = [kv_xfer, *(transfer for of_type in comp_xfers.values() for transfer in of_type)]
+        nodes = [node for transfer in transfers for node in transfer.nodes_to_load or ()]
+        self.tree.loading.begin(node_id, nodes, self.tree.reader.newest())
+        self.tree.changes += 1
+
     def _follow_rust_core(self, core: Any, mirror: RustMirror) -> None:
         wrap = self._patches.wrap
         keys: list[Any] = []  # of the insert under way; inserts are single-flight
 
-        def learn_insert(step: Any, *params: Any) -> None:
-            if params:
-                keys[:] = [params[0].key]
+        def insert_step(step: Any, params: Any = None) -> None:
+            if params is not None:
+                keys[:] = [params.key]
             if step.result is not None:
                 mirror.learn(step.result.last_device_node, keys[0])
                 self.tree.changes += 1
 
-        def learn_match(result: Any, params: Any) -> None:
+        def matched(result: Any, params: Any) -> None:
             mirror.learn(result.last_visited_node_id, params.key)
 
-        def learn_window(_: Any, key: Any, *__: Any) -> None:
+        def window_attached(_: Any, key: Any, *args: Any, **kwargs: Any) -> None:
             mirror.learn(core.match_full_device_prefix(key)[1], key)
 
-        wrap(core, "begin_insert", self._after(learn_insert))
-        wrap(core, "resume_insert", self._after(learn_insert))
-        wrap(core, "match_prefix", self._after(learn_match))
-        wrap(core, "attach_swa_window", self._after(learn_window))
-        wrap(core, "insert_host", self._after(lambda result, _, key, *__: mirror.learn(result.inserted_host_node, key)))
-        for name in ("evict_device_leaf", "demote", "drop_subtree_no_host"):
-            wrap(core, name, self._before(lambda node, *_: mirror.repair(node)))
-            wrap(core, name, self._after(lambda _, node, *__: self._left_tree(mirror, node)))
+        def host_inserted(result: Any, node_id: int, key: Any, host_value: Any, hash_value: Any) -> None:
+            mirror.learn(result.inserted_host_node, key, mirror.end(node_id))  # the key begins below that node
 
-    def _left_tree(self, mirror: RustMirror, node: int) -> None:
-        mirror.forget(node)
-        self.tree.changes += 1
+        def leaving(node_id: int, *args: Any, **kwargs: Any) -> None:
+            mirror.repair(node_id)
+
+        def left(_: Any, node_id: int, *args: Any, **kwargs: Any) -> None:
+            mirror.forget(node_id)
+            self.tree.changes += 1
+
+        wrap(core, "begin_insert", self._after(insert_step))
+        wrap(core, "resume_insert", self._after(insert_step))
+        wrap(core, "match_prefix", self._after(matched))
+        wrap(core, "attach_swa_window", self._after(window_attached))
+        wrap(core, "insert_host", self._after(host_inserted))
+        for name in ("evict_device_leaf", "demote", "drop_subtree_no_host"):
+            wrap(core, name, self._before(leaving))
+            wrap(core, name, self._after(left))
 
     def _follow_scheduler(self) -> None:
         scheduler, wrap = self._scheduler, self._patches.wrap
@@ -198,6 +212,8 @@ class SGLangEngine:
         saver = scheduler.weight_updater.memory_saver_adapter
         wrap(saver, "pause", self._before(self._before_release))
         wrap(saver, "resume", self._after(self._after_resume))
+        # Weight updates may capture the decode graph anew; other threads' CUDA calls would break a capture.
+        wrap(scheduler.tp_worker.model_runner, "init_decode_cuda_graph", _captured)
 
     def _before(self, note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Call `note(*args, **kwargs)` before the method. What it raises breaks kvsweep and never the scheduler."""
@@ -236,7 +252,8 @@ class SGLangEngine:
         """KV memory is about to be unmapped: nothing may read it any more, not even a launch under way."""
         if tag != KV_CACHE:
             return
-        self._released = True
+        with pause_for_capture():  # a launch is either enqueued by now, and waited for below, or `streams` stops it
+            self._released = True
         self.journal.cleared("*")
         if self._allocator_device().type == "cuda":
             torch.cuda.synchronize()
@@ -268,9 +285,15 @@ class SGLangEngine:
         self._last_result = now
 
     def streams(self) -> Sequence[torch.cuda.Stream]:
-        """The streams that write KV. Read lazily: SGLang replaces its schedule stream when its loop starts."""
+        """The streams that write KV. Read lazily: SGLang replaces its schedule stream when its loop starts.
+
+        Raises:
+            PassInterrupted: if the KV memory has been released; a backend asks in the very turn in which it launches.
+        """
         if self._scheduler is None or self._allocator_device().type != "cuda":
             return ()
+        if self._released:
+            raise PassInterrupted("the engine has released its KV memory")
         controller = getattr(self._cache, "cache_controller", None)
         streams = (
             self._scheduler.forward_stream,
@@ -393,9 +416,12 @@ def _leaf_allocators(allocator: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _begin_load(tree: NodeTree, node: int, transfer: Any) -> None:
-    tree.loading.begin(node, transfer.nodes_to_load or (), tree.reader.newest())
-    tree.changes += 1
+def _captured(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with pause_for_capture():
+            return original(*args, **kwargs)
+
+    return method
 
 
 def _canary(scheduler: Any) -> Any:

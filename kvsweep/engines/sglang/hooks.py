@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvsweep.engines.sglang import SUPPORTED_VERSIONS
 from kvsweep.tree import FreeJournal, Gate
 from kvsweep.tree.journal import Freed
 
@@ -34,7 +35,8 @@ class Patches:
         """
         original = getattr(target, name, None)
         if not callable(original):
-            raise UnsupportedSGLang(f"{type(target).__name__} has no method {name}(), which SGLang 0.5.23 has")
+            supported = ", ".join(SUPPORTED_VERSIONS)
+            raise UnsupportedSGLang(f"{type(target).__name__} has no method {name}() (supported: SGLang {supported})")
         own = vars(target).get(name)
         wrapper = wrap(original)
         setattr(target, name, wrapper)

@@ -69,8 +69,8 @@ class RustMirror:
         self._nodes: dict[int, MirrorNode] = {}
         self._newest = 0
 
-    def learn(self, node_id: int | None, key: Any) -> None:
-        """A match or an insert of RadixKey `key` ended at this node."""
+    def learn(self, node_id: int | None, key: Any, base: int = 0) -> None:
+        """A match or an insert of RadixKey `key`, whose first token is at position `base`, ended at this node."""
         if node_id is None:
             return
         node = self._nodes.get(node_id)
@@ -78,7 +78,12 @@ class RustMirror:
             return
         if node is None and self._core.is_root(node_id):
             return
-        self._follow(node_id, key.token_ids, (key.extra_key, key.cache_salt))
+        self._follow(node_id, key.token_ids, (key.extra_key, key.cache_salt), base)
+
+    def end(self, node_id: int) -> int:
+        """Position after the last slot of a node."""
+        path = self._paths([node_id])[0]
+        return int(path[-1][3]) if path else 0
 
     def forget(self, node_id: int) -> None:
         """The core may just have dropped this node, whose children were dropped before."""
@@ -143,11 +148,11 @@ class RustMirror:
         binding = self._core._binding
         return int(binding.full_evictable_size() + binding.full_protected_size() - seen)
 
-    def _follow(self, node_id: int, tokens: Any, namespace: Any) -> None:
-        """Bring the root path of a node up to date.
+    def _follow(self, node_id: int, tokens: Any, namespace: Any, base: int = 0) -> None:
+        """Bring the root path of a node up to date, as far as tokens are known.
 
         Args:
-            tokens: raw tokens of the path from the root; read only below the last node that is known already.
+            tokens: raw tokens of the path from position `base` on; read below the last node that is known already.
         """
         path = self._paths([node_id])[0]  # (id, parent id, start, end, ...) of each node, root excluded
         parent = self._root
@@ -155,8 +160,12 @@ class RustMirror:
             node = self._nodes.get(path_id)
             if node is None:
                 below = next((self._nodes[later[0]] for later in path[i + 1 :] if later[0] in self._nodes), None)
-                # Between two known nodes there are only fronts that splits took from the lower one.
-                raw = tokens[start : end + self._extra] if below is None else below.raw[: end - start + self._extra]
+                if below is not None:  # between two known nodes there are only fronts of the lower one
+                    raw = below.raw[: end - start + self._extra]
+                elif start >= base:
+                    raw = tokens[start - base : end - base + self._extra]
+                else:
+                    return
                 node = MirrorNode(path_id, parent, np.array(raw, dtype=np.int64), end - start, namespace)
                 self._adopt(node)
             parent = node

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsweep.config import ConfigError, Settings, load_settings
-from kvsweep.engines.sglang import version
-from kvsweep.engines.sglang.engine import SUPPORTED_VERSIONS, SGLangEngine
+from kvsweep.engines.sglang import SUPPORTED_VERSIONS, version
+from kvsweep.engines.sglang.engine import SGLangEngine
 from kvsweep.engines.sglang.hooks import UnsupportedSGLang
 from kvsweep.metrics import Metrics
 from kvsweep.service import Service
