@@ -29,7 +29,7 @@ from kvsweep.pacing import Pacer
 from kvsweep.pool import KVPool
 from kvsweep.sweeper import DEEP_CHECKS, Sweeper
 from kvsweep.tree import FreeJournal, NodeCursor, Spans
-from kvsweep.verify import Chunk, Verdict
+from kvsweep.verify import Chunk, Settled, Verdict
 from kvsweep.verify.cpu import CpuVerifier
 
 STAMP_FIELDS = {"token": 0, "position": 1, "chain": 2, "real_kv": 3}
@@ -75,6 +75,11 @@ class StepVerifier(CpuVerifier):
             verdict = _joined(verdict, self._verify(chunk.rows(slice(half, None)), stamps, fingerprints), half)
         await breathe()
         return verdict
+
+    def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
+        if seal:
+            self._world.verified |= {(self.pool.name, slot) for slot in chunk.slots[alive].tolist()}
+        return super().settle(chunk, verdict, alive, pass_number, seal=seal)
 
 
 def _joined(a: Verdict, b: Verdict, offset: int) -> Verdict:
@@ -209,9 +214,11 @@ class World:
         self.clock = 0
         self.faults: dict[tuple[str, int], Fault] = {}
         self.confirmations: list[Finding] = []
+        self.verified: set[tuple[str, int]] = set()  # (pool, slot) that this pass read and settled
         self._held_since: dict[tuple[str, int], int] = {}
         self._seen: Counter[tuple[str, int]] = Counter()  # complete passes that the slot was held throughout
         self._overflows = 0
+        self._overflowed = False  # during this pass
         self._explained: set[tuple[str, int]] = set()
         self._chain_explained: set[tuple[str, int]] = set()
         self._pass: Coroutine[Any, Any, PassRecord] | None = None
@@ -375,6 +382,8 @@ class World:
         if self._pass is None:
             self._tick()
             self._pass, self._pass_began = self.sweeper.deep_pass(), self.clock
+            self._overflowed = False
+            self.verified.clear()
         try:
             self._pass.send(None)
         except StopIteration as ended:
@@ -421,6 +430,8 @@ class World:
             return
         throughout = {where for where, since in self._held_since.items() if since <= self._pass_began}
         found = {(f.pool, f.slot) for f in self.confirmations if f.pass_number == record.number}
+        if not self._overflowed:
+            assert throughout <= self.verified, f"pass {record.number} did not verify {throughout - self.verified}"
         for where, fault in self.faults.items():
             certain = fault.certain and fault.at <= self._pass_began and where in throughout
             if certain and fault.kind == "chain":  # compared with the slot before: that must have stayed as well
@@ -439,7 +450,7 @@ class World:
             del self._seen[where]
         overflows = self.engine.journal.overflows
         if overflows != self._overflows:  # all fingerprints go, and what this pass read with them
-            self._overflows = overflows
+            self._overflows, self._overflowed = overflows, True
             self._seen = Counter({where: -1 if self.sweeping else 0 for where in now})
 
     # -- inside ------------------------------------------------------------------------------------------------
