@@ -64,8 +64,8 @@ class PassRecord:
     @property
     def rate(self) -> float:
         """Slots a second, paused time left out."""
-        paused = 0.0 if self.paused_since is None else (self.ended or time.monotonic()) - self.paused_since
-        worked = self.duration - self.paused_before - paused
+        now = self.ended or time.monotonic()
+        worked = (now if self.paused_since is None else self.paused_since) - self.started - self.paused_before
         return self.slots / worked if worked > 0 else 0.0
 
     @property

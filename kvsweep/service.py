@@ -299,7 +299,7 @@ class Service:
     def _busy(self) -> list[tuple[str, float]]:
         since = self._sweeper.busy_since if self._sweeper else None
         stage = [] if since is None else [(f"stage {self._stage()}", since)]
-        return [*stage, ("the sweeper's loop", self._beat)]
+        return [*stage, ("the sweeper's loop", self._beat + TICK_SECONDS)]
 
     def _hung(self, what: str) -> None:
         """In the watchdog's thread: the sweeper's may never run again."""
