@@ -17,6 +17,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
+OVERVIEW, DETAIL = "kvsweep-overview", "kvsweep-rank"
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 SELECT = 'job=~"$job",model_name=~"$model_name",instance=~"$instance",tp_rank=~"$tp_rank",dp_rank=~"$dp_rank"'
 RANK = "job, instance, model_name, tp_rank, pp_rank, dp_rank"
@@ -170,3 +171,49 @@ FINISH: dict[str, Callable[[Any, Show], None]] = {
     "heatmap": finish_heatmap,
     "table": finish_table,
 }
+
+
+def rank_table(title: str) -> tuple[Show, Any]:
+    """The table of ranks, whose rows lead to the rank's own dashboard."""
+    show = Show(
+        kind="table",
+        title=title,
+        queries={
+            "up": f"max by ({RANK}) (kvsweep_up{{$S}})",
+            "open findings": f"sum by ({RANK}) (kvsweep_findings_open{{$S}})",
+            "coverage": f"sum by ({RANK}) (kvsweep_slots_fingerprinted{{$S}})"
+            f" / (sum by ({RANK}) (kvsweep_slots_resident{{$S}}) > 0)",
+            "oldest unverified": f"max by ({RANK}) (kvsweep_oldest_unverified_seconds{{$S}})",
+            "last full pass": f"time() - max by ({RANK})"
+            ' (kvsweep_last_pass_completed_timestamp_seconds{$S,kind="deep"})',
+            "host budget used": f'max by ({RANK}) (kvsweep_budget_used_ratio{{$S,budget="host_duty"}})',
+        },
+        what="One row a rank: is it swept, is anything corrupt, how far does the verification reach.",
+        red="click the instance: it opens the rank's own dashboard.",
+        none="No sweeper reports: none runs, or Prometheus does not scrape it",
+        width=WHOLE_WIDTH,
+    )
+    panel = build_panel(show)
+    value = models.DynamicConfigValue
+    looks: dict[str, tuple[str, Steps]] = {
+        "up": ("short", DOWN_TO["one"]),
+        "open findings": ("short", UP_TO["any"]),
+        "coverage": ("percentunit", DOWN_TO["coverage"]),
+        "oldest unverified": ("s", NEUTRAL),
+        "last full pass": ("s", NEUTRAL),
+        "host budget used": ("percentunit", UP_TO["budget"]),
+    }
+    for column, (unit, steps) in looks.items():
+        properties = [value(id_val="unit", value=unit)]
+        if steps is not NEUTRAL:
+            stops = [{"value": at, "color": colour} for at, colour in steps]
+            properties += [
+                value(id_val="thresholds", value={"mode": "absolute", "steps": stops}),
+                value(id_val="custom.cellOptions", value={"type": "color-background"}),
+            ]
+        panel.override_by_name(column, properties)
+    variables = {"job": "job", "model_name": "model_name", "instance": "instance", "tp_rank": "tp_rank"}
+    chosen = "&".join(f"var-{name}=${{__data.fields.{field}}}" for name, field in variables.items())
+    url = f"/d/{DETAIL}?${{__url_time_range}}&var-datasource=${{datasource}}&{chosen}"
+    panel.override_by_name("instance", [value(id_val="links", value=[{"title": "Rank detail", "url": url}])])
+    return show, panel
