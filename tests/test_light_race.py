@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvsweep.checks.light import LightPass, LightReport
 from kvsweep.checks.look import Look
+from kvsweep.checks.suspects import Suspect
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig, Request
 from kvsweep.engines.embedded.tree import Key
 
@@ -240,7 +241,7 @@ class Watched(LightPass):
         super().__init__(*args, **options)
         self.slices: list[int] = []
 
-    async def _look(self) -> Look:
+    async def _look(self) -> tuple[Look, list[Suspect]]:
         self.slices.append(0)
         return await super()._look()
 

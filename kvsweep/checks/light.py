@@ -36,7 +36,9 @@ from kvsweep.engine import Engine
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Spans
 from kvsweep.tree.journal import Freed
+from kvsweep.verify.device import Device, capture_lock, side_stream
 
+RETRY = 0.0005  # seconds that the GPU is given before it is asked again
 CHECKS = ("free_in_tree", "duplicate_owner", "out_of_range", "accounting", "swa_map", "page", "lock")
 
 
@@ -135,14 +137,13 @@ class LightPass:
         self._forget_frees()
         seen: list[Suspect] = []
         try:
-            look = await self._look()
-            seen = look.suspects()
+            look, seen = await self._look()
             confirmed = await self._reread(seen)
             transient = len(seen) - len(confirmed)
             if confirmed:
                 before = {suspect.key for suspect in confirmed}
-                look = await self._look()
-                again = [suspect for suspect in look.suspects() if suspect.key in before]
+                look, found = await self._look()
+                again = [suspect for suspect in found if suspect.key in before]
                 confirmed = await self._reread(again)
                 transient += len(before) - len(confirmed)
         except PoolsGone:
@@ -157,16 +158,17 @@ class LightPass:
             transient=transient,
         )
 
-    async def _look(self) -> Look:
+    async def _look(self) -> tuple[Look, list[Suspect]]:
         views = await self._views()
-        look = Look(
-            self._full,
-            self._swa,
-            views,
-            self._freed,
-            limit=self._limit,
-            request_locks_only=getattr(self._engine.tree, "request_locks_only", False),
-        )
+        with self._side.use():
+            look = Look(
+                self._full,
+                self._swa,
+                views,
+                self._freed,
+                limit=self._limit,
+                request_locks_only=getattr(self._engine.tree, "request_locks_only", False),
+            )
         cursor, walked = self._engine.tree.cursor(), False
         while not walked:
             spans = Spans()
@@ -180,7 +182,8 @@ class LightPass:
         with self._side.use():
             look.end(views, None if self._swa is None else self._swa.slot_map)
         await self._drain()
-        return look
+        with self._side.use():
+            return look, look.suspects()
 
     async def _slice(self, cursor: Any, spans: Spans, locks: tuple[list[int], list[int]] | None) -> bool:
         """Copy references for at most `slice_us` under the gate; True when the tree has been walked."""
@@ -248,19 +251,19 @@ class LightPass:
         left = list(reversed(suspects))
         while left:
             standing: list[Suspect] = []
+            with self._engine.gate.held() as hold, self._side.turn() as mine:
+                self._check_pools()
+                deadline = time.perf_counter_ns() + self._slice_ns
+                now = Instant(self._engine, self._pools)
+                while left and mine:
+                    suspect = left.pop()
+                    if all(fact.holds(now) for fact in suspect.facts if not fact.late):
+                        standing.append(suspect)
+                    if time.perf_counter_ns() >= deadline:
+                        break
+            await self._pause(hold.seconds if mine else RETRY)
             with self._side.use():
-                with self._engine.gate.held() as hold:
-                    self._check_pools()
-                    deadline = time.perf_counter_ns() + self._slice_ns
-                    now = Instant(self._engine, self._pools)
-                    while left:
-                        suspect = left.pop()
-                        if all(fact.holds(now) for fact in suspect.facts if not fact.late):
-                            standing.append(suspect)
-                        if time.perf_counter_ns() >= deadline:
-                            break
                 confirmed += [s for s in standing if all(fact.holds(now) for fact in s.facts if fact.late)]
-            await self._pause(hold.seconds)
         return confirmed
 
     def _names(self, suspects: Sequence[Suspect]) -> dict[int, str]:
@@ -273,13 +276,11 @@ class LightPass:
     def _forget_frees(self) -> None:
         """From here on, `_freed` says what was freed."""
         self._drain_journal()
-        self._freed = {
-            pool.name: torch.zeros(
-                -(-pool.num_slots // pool.page_size) * pool.page_size, dtype=torch.bool, device=pool.device
-            )
-            for pool in (self._full, self._swa)
-            if pool is not None
-        }
+        with self._side.use():
+            for pool in (self._full, self._swa):
+                if pool is not None:
+                    slots = -(-pool.num_slots // pool.page_size) * pool.page_size
+                    self._freed[pool.name] = torch.zeros(slots, dtype=torch.bool, device=pool.device)
 
     async def _drain(self) -> None:
         """Note what was freed up to now; afterwards the engine's streams have caught up to here."""
@@ -290,31 +291,54 @@ class LightPass:
 
 
 class SideStream:
-    """Where arrays are compared: in place on the CPU; on CUDA on a stream of its own, after the engine's writes."""
+    """Where arrays are compared: in place on the CPU; on CUDA on the sweep's stream, after the engine's writes.
+
+    On CUDA each use is a turn that a graph capture withholds (see `kvsweep.verify.device`). The scheduler may wait for
+    the turn while it has the gate; so nobody here waits for the gate with the turn in hand, or the other way round.
+    """
 
     def __init__(self, engine: Engine, device: torch.device, pause: Callable[[float], Awaitable[None]]) -> None:
         self._engine = engine
         self._pause = pause
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device: Device | None = side_stream(device, None) if device.type == "cuda" else None
 
     async def caught_up(self) -> None:
         """Wait, without blocking the thread, until all that the engine has enqueued by now is done (promise I7),
         and all that was enqueued here."""
-        if self._stream is None:
+        if self._device is None:
             return
-        for stream in self._engine.streams():
-            self._stream.wait_event(stream.record_event())
-        done = self._stream.record_event()
-        while not done.query():
-            await self._pause(0.0001)
+        token = None
+        while True:
+            with self.turn() as mine:
+                if mine and token is None:
+                    streams = self._engine.streams()
+                    if not any(self._device.capturing(stream) for stream in streams):
+                        for stream in streams:
+                            self._device.wait_for(stream)
+                        token = self._device.done()
+                elif mine and self._device.query(token):
+                    return
+            await self._pause(RETRY)
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """Tensor operations inside run there. Never awaits inside: the current stream is the whole thread's."""
-        if self._stream is None:
+        if self._device is None:
             yield
         else:
-            with torch.cuda.stream(self._stream):
+            with capture_lock, self._device.current():
                 yield
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """As `use`, but gives False instead of waiting: then the GPU must be left alone."""
+        if self._device is None:
+            yield True
+        elif not capture_lock.acquire(blocking=False):
+            yield False
+        else:
+            try:
+                with self._device.current():
+                    yield True
+            finally:
+                capture_lock.release()
