@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -118,7 +118,33 @@ def findings_table(records: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _die(message: str) -> Any:
+@app.command()
+def doctor(
+    server: Annotated[str | None, typer.Option(help="Base URL of a running SGLang server to look at.")] = None,
+) -> None:
+    """Say whether kvsweep can sweep an SGLang server on this machine, what it would cover, and how to start it."""
+    from kvsweep.doctor import main as report
+
+    raise typer.Exit(report(server))
+
+
+@app.command()
+def ctl(
+    command: Annotated[str, typer.Argument(help="status, pause, resume, run, cancel or recheck.")],
+    url: Annotated[str | None, typer.Option(help="Base URL; by default KVSWEEP_HOST and KVSWEEP_PORT.")] = None,
+    kind: Annotated[str, typer.Option(help="Of the pass that `run` starts: deep or light.")] = "deep",
+) -> None:
+    """Ask a running sweeper how it is, or tell it what to do, over its HTTP port."""
+    from kvsweep.ctl import ControlError, base_url, control
+
+    try:
+        settings = load_settings()
+        print(control(command, url=url or base_url(settings), token=settings.token, kind=kind))
+    except (ConfigError, ControlError) as error:
+        _die(str(error))
+
+
+def _die(message: str) -> NoReturn:
     print(f"kvsweep: {message}", file=sys.stderr)
     raise typer.Exit(2)
 
