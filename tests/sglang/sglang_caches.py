@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class Cache:
     page_size: int
     swa: bool
     engine: SGLangEngine = field(init=False)
+    write: Callable[[torch.Tensor], None] = lambda slots: None  # the forward pass that fills fresh slots
 
     def __post_init__(self) -> None:
         self.engine = SGLangEngine(self.cache, self.allocator)
@@ -82,6 +84,7 @@ class Cache:
         lock = self.cache.lock(matched.last_device_node) if matched else None
         held = self.cache.path_device_indices(matched.last_device_node)[:prefix] if prefix else torch.empty(0).long()
         fresh = self.alloc(len(tokens) - prefix)
+        self.write(fresh)
         value = torch.cat([held.long(), fresh])
         params = InsertParams(key=self.key(tokens, namespace), value=value, prev_prefix_len=prefix)
         result = self.cache.insert(params)

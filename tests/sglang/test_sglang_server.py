@@ -53,6 +53,7 @@ def test_clean_traffic_gives_no_findings_and_moves_the_metrics(server: Server):
     assert status["errors"] == {}
     pool = status["coverage"]["pools"][0]
     assert pool["resident"] == server.ask(do="walk")["slots"]
+    assert status["passes"]["light"] >= 2
     assert pool["skipped"].get("untracked", 0) == 0
     labels = {"pool": "full", "check": "fingerprint"}
     before = server.metric("kvsweep_slots_verified_total", **labels)

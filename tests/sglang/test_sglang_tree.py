@@ -6,8 +6,10 @@ import pytest
 
 pytest.importorskip("sglang.srt", reason="needs SGLang 0.5.23: tests/sglang/cpu_server/setup.sh VENV")
 
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_caches import Cache, make_cache
 
 from kvsweep.tree import Spans
@@ -168,3 +170,57 @@ def test_detach_gives_the_methods_back(kind: str):
         assert any(set(vars(each)) != names for each, names in zip(objects, before, strict=True))
         cache.engine.detach()
         assert [set(vars(each)) for each in objects] == before
+
+
+@pytest.mark.parametrize("kind", ["python", "rust"])
+def test_nodes_on_the_host_are_skipped_and_come_back(kind: str):
+    """Issue 4, item 2: a node evicted to the host keeps its place; what an insert brings back is walked again, and a
+    host-only path that a prefetch hangs below a node is counted, not verified."""
+    cache = make_cache(kind)
+    cache.engine.attach()
+    tokens = list(range(40))
+    cache.insert(tokens)
+    cache.match(tokens[:25])  # two nodes: 25 and 15
+    core = cache.core
+    core.set_hicache_enabled()
+    (front, tail) = sorted(cache.sweep().nodes, key=lambda node: len(node.key), reverse=True)
+    for node in (front, tail):
+        core.commit_backup(node.id, torch.arange(1, len(node.key) + 1), {})
+    cache.cache._demote(tail.id, {ComponentType.FULL: 0})
+    spans = cache.sweep()
+    assert spans.skipped["host_evicted"] == 15 and spans.num_slots == 25
+    assert spans.skipped["untracked"] == 0
+    assert cache.engine.tree.slot_at(tail, 30) is None
+    core.insert_host(tail.id, cache.key(list(range(40, 48))), torch.arange(100, 108), ["h"] * 8)
+    spans = cache.sweep()
+    assert spans.skipped["host_evicted"] == 23
+    assert {tuple(cache.engine.tree.prefix(node, 24)[1]) for node in spans.nodes} == {tuple(range(25))}
+    cache.insert(tokens, reuse=False)  # the request computed all of it again
+    spans = cache.sweep()
+    assert spans.skipped["host_evicted"] == 8 and spans.num_slots == 40
+    assert cache.rows(spans) == cache.walk()
+    cache.engine.detach()
+
+
+@pytest.mark.parametrize("kind", ["python", "rust"])
+def test_a_load_back_is_waited_for(kind: str):
+    """Issue 4, item 5: between commit_load_back and finish_load_back a node is loading, then it is walked."""
+    cache = make_cache(kind)
+    cache.engine.attach()
+    tokens = list(range(40))
+    cache.insert(tokens)
+    core = cache.core
+    core.set_hicache_enabled()
+    (node,) = cache.sweep().nodes
+    core.commit_backup(node.id, torch.arange(1, 41), {})
+    cache.cache._demote(node.id, {ComponentType.FULL: 0})
+    assert cache.sweep().skipped["host_evicted"] == 40
+    transfer, others = core.build_load_back_spec(node.id)
+    fresh = cache.alloc(40)
+    actions = core.commit_load_back(node_id=node.id, device_indices=fresh, kv_xfer=transfer, comp_xfers=others)
+    assert actions == []
+    spans = cache.sweep()
+    assert spans.skipped["loading"] == 40 and spans.num_slots == 0
+    core.finish_load_back(node.id)
+    assert {row[:2] for row in cache.rows(cache.sweep())} == {(int(slot), i) for i, slot in enumerate(fresh)}
+    cache.engine.detach()

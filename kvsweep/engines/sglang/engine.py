@@ -327,11 +327,9 @@ class SGLangEngine:
 
     def requests(self) -> Sequence[RequestView] | None:
         """Requests that hold slots. None where slots may also have owners that no batch shows: disaggregation,
-        speculative decoding, pipeline stages, open sessions."""
+        speculative decoding, pipeline stages, open sessions, or no scheduler at all."""
         scheduler = self._scheduler
-        if scheduler is None:
-            return ()
-        if self._has_hidden_owners():
+        if scheduler is None or self._has_hidden_owners():
             return None
         table = scheduler.req_to_token_pool.req_to_token
         views = []
