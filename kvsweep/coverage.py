@@ -45,6 +45,7 @@ class PassRecord:
     verified: int = 0  # rows compared with what they should hold, all pools and checks
     resident: Counter[str] = field(default_factory=Counter)  # by pool
     unreached: Counter[str] = field(default_factory=Counter)  # reachable rows that could not be verified, by pool
+    forgot: bool = False  # fingerprints of held slots were dropped: their next read has nothing to be compared with
     confirmed: int = 0
     complete: bool = False
 
@@ -121,7 +122,7 @@ class Coverage:
             for name, pool in self.pools.items():
                 pool.resident = record.resident[name]
                 pool.last_full_pass_at = time.time()
-                if not record.unreached[name]:
+                if not record.unreached[name] and not record.forgot:
                     pool.full_passes.append(record.started)
 
     def last(self, kind: str) -> PassRecord | None:
@@ -140,7 +141,8 @@ class Coverage:
         A slot that was resident during a whole pass was read in it (promise I1), and one that came later is younger
         than that pass's beginning. A fingerprint has nothing to be compared with before its second read, one pass
         later, so nothing is older than the beginning of the complete pass before the last (of the last, where only
-        stamps are verified). Passes that met slots they could not verify (contents still changing) do not count;
+        stamps are verified). Passes that met slots they could not verify (contents still changing) do not count, nor
+        do those in which the sweeper had to forget fingerprints (the journal of freed slots overflowed);
         before there are enough passes, everything counts from the start of the sweeper.
         """
         last, now = self.last("deep"), time.monotonic()

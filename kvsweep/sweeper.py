@@ -40,6 +40,7 @@ logger = logging.getLogger("kvsweep")
 DEEP_CHECKS = ("fingerprint", "chain", "position", "token", "real_kv")
 SWA_LIGHT_CHECKS = ("swa_map", "accounting")
 MAX_SPANS = 512  # of one snapshot: planning takes a few Python steps a span, and the scheduler waits for the GIL
+MAX_CASES = 1000  # findings that `recheck` can read again; each keeps one row of a plan
 
 
 class PassInterrupted(Exception):
@@ -112,6 +113,8 @@ class Sweeper:
         self._published: dict[str, float] = defaultdict(float)  # totals already in the Prometheus counters
         self._published |= {"gate_entries": engine.gate.entries, "journal_overflows": engine.journal.overflows}
         self._cases: dict[str, Plan] = {}  # finding id -> the one row it is about, for `recheck`
+        self._overflows = engine.journal.overflows  # those drained
+        self._forgot = False  # fingerprints of slots that are still held were dropped since the last deep pass ended
         self._open_pools()
         self.coverage = Coverage(self.pools.values(), fingerprints=settings.fingerprints)
 
@@ -200,19 +203,22 @@ class Sweeper:
         The walk for what is new costs time of its own. It is left out where the whole pass is so short that order
         means nothing, and where passes are so long that it would push them beyond the cycle target.
         """
+        cursor = self._cursor()
         record, last = self.coverage.begin("deep"), self.coverage.last("deep")
         new_first = last is not None and self.new_first_seconds <= last.duration <= self.settings.cycle_target / 3
-        return _Walk(record, self._cursor(), only_new=new_first and self.settings.fingerprints)
+        return _Walk(record, cursor, only_new=new_first and self.settings.fingerprints)
 
     def _begin_again(self, walk: _Walk) -> None:
         """All that is new has been read: now everything."""
         walk.cursor, walk.walked, walk.only_new = self._cursor(), False, False
 
     def _cursor(self) -> Cursor:
-        return self.engine.tree.cursor(unlocked_only=self.settings.unlocked_only)
+        with self._stage("snapshot"), self.engine.gate.held():
+            return self.engine.tree.cursor(unlocked_only=self.settings.unlocked_only)
 
     def _end(self, record: PassRecord, *, complete: bool) -> None:
         self._walk = None
+        record.forgot, self._forgot = self._forgot, False
         self.coverage.end(record, complete=complete)
         held_back = self.pacer.deep_pass_ended(complete=complete)
         if complete and record.duration > self.settings.cycle_target:
@@ -314,11 +320,21 @@ class Sweeper:
 
     def _drain(self) -> list[Freed]:
         """Apply the journal: freed slots lose fingerprint and mark. Returns its entries, oldest first."""
-        entries = self.engine.journal.drain()
-        for freed in entries:
-            for name, verifier in self._verifiers.items():
-                if freed.pool in ("*", name):
-                    verifier.forget(freed.slots)
+        journal = self.engine.journal
+        overflows = journal.overflows
+        entries = journal.drain()
+        if journal.overflows != self._overflows:
+            self._overflows, self._forgot = overflows, True
+        try:
+            for freed in entries:
+                for name, verifier in self._verifiers.items():
+                    if freed.pool in ("*", name):
+                        verifier.forget(freed.slots)
+        except Exception:  # the entries are gone: count everything as freed rather than miss one
+            for verifier in self._verifiers.values():
+                verifier.forget(None)
+            self._forgot = True
+            raise
         return entries
 
     def _alive(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -365,6 +381,8 @@ class Sweeper:
             alive = self._alive(again)[0].tolist()
             still_wrong = {(rows[suspect.row], suspect.check, suspect.segment) for suspect in settled.suspects}
             held = await self._held(plan, [row for row, is_alive in zip(rows, alive, strict=True) if is_alive])
+            if self.engine.pools_generation != self._generation:  # what was read is no longer where the tree points
+                held.clear()
         for suspect in suspects:
             if not held.get(suspect.row, False):
                 self._dismiss("stale", 1)
@@ -372,7 +390,8 @@ class Sweeper:
                 self._dismiss("transient", 1)
             else:
                 finding = self._describe(plan, suspect, first_seen, record.number)
-                self._cases[finding.id] = plan.rows([suspect.row])
+                if len(self._cases) < MAX_CASES:
+                    self._cases[finding.id] = plan.rows([suspect.row])
                 if self._report(finding):
                     record.confirmed += 1
 
@@ -545,6 +564,7 @@ class Sweeper:
             for verifier in self._verifiers.values():
                 await verifier.close()
             self._open_pools()
+            self._forgot = True
 
     # ---- publishing ----
 

@@ -35,13 +35,15 @@ class PrefixTree(Protocol):
 
     def cursor(self, *, unlocked_only: bool = False, swa_resident_only: bool = False) -> Cursor:
         """A new walk. `unlocked_only` skips nodes that a running request locks, `swa_resident_only` skips
-        tombstoned nodes; a skipped node, and one evicted to the host, still advances depth and chain."""
+        tombstoned nodes; a skipped node, and one evicted to the host, still advances depth and chain. The caller
+        holds the gate."""
 
     def slot_at(self, node: Any, position: int) -> int | None:
         """The slot the tree holds now at `position` on the path that ends in `node`; the caller holds the gate.
 
-        None if the node is no longer attached or that position has no device slot. A split moves the front
-        of a node into a new parent, so implementations look through the node's ancestors. May read a device
+        None if that part of the path is no longer attached or has no device slot. A split moves the front of a
+        node into a new parent, which may outlive the node, so implementations look through the node's ancestors
+        and ask only whether the one that holds `position` is attached. May read a device
         tensor's element: called for suspects only, never in steady state.
         """
 
