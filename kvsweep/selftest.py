@@ -51,7 +51,8 @@ class SelfTest:
         self, settings: Settings, pools: Sequence[KVPool], make_verifier: Callable[[KVPool, Engine], Verifier]
     ) -> None:
         without_pacing = {"host_duty": 1.0, "device_duty": 1.0, "device_bytes_per_second": None, "cycle_target": 3600.0}
-        settings = settings.model_copy(update={**without_pacing, "chunk_slots": 8, "unlocked_only": False})
+        deep_only = {"chunk_slots": 8, "unlocked_only": False, "light_interval": 0.0}
+        settings = settings.model_copy(update={**without_pacing, **deep_only})
         self._engine = engine = _Replica(pools, stamps=settings.stamps)
         self._settings = settings
         self._sweeper = Sweeper(
