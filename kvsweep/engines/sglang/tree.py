@@ -161,17 +161,15 @@ class NodeTree:
 
     def slot_at(self, node: Any, position: int) -> int | None:
         reader = self.reader
-        if not reader.attached(node):
-            return None
+        attached = reader.attached(node)
         start = self._start(node)
         if start is None or position >= start + len(reader.key(node)):
             return None
-        while position < start:
+        while position < start:  # the front of a node may outlive it
             node = node.parent
-            if not reader.attached(node):
-                return None
+            attached = reader.attached(node)
             start -= len(reader.key(node))
-        value = reader.value(node)
+        value = reader.value(node) if attached else None
         return None if value is None else int(value[position - start])
 
     def tokens(self, key: Any) -> np.ndarray:
