@@ -157,8 +157,9 @@ def classic_walk(cache: RadixCache) -> set[tuple[int, int, int]]:
 
 
 def make_cache(kind: str, size: int = 512, page_size: int = 1) -> Cache:
-    """`kind`: "classic", or a core and components: "python", "rust", "python-swa", "rust-swa"."""
-    core, _, swa = kind.partition("-")
+    """`kind`: "classic", or a core and what is special: "python", "rust", "python-swa", "rust-swa", "rust-eagle"."""
+    core, _, special = kind.partition("-")
+    swa = special == "swa"
     if swa:
         pool: Any = swa_pool(size, page_size)
         allocator: Any = SWATokenToKVPoolAllocator(size, size, page_size, torch.bfloat16, "cpu", pool, False)
@@ -176,7 +177,8 @@ def make_cache(kind: str, size: int = 512, page_size: int = 1) -> Cache:
         page_size=page_size,
         tree_components=components,
         tree_core_backend=None if core == "classic" else core,
+        is_eagle=special == "eagle",
         **extra,
     )
     cache = RadixCache(params) if core == "classic" else UnifiedRadixCache(params)
-    return Cache(cache, allocator, page_size, bool(swa))
+    return Cache(cache, allocator, page_size, swa)
