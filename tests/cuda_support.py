@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["TRITON_INTERPRET"] = "1"  # tests/gpu, which runs the kernels on a GPU, wants a process of its own
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,7 +23,9 @@ from kvsweep.verify import Chunk, reference
 from kvsweep.verify.hashing import CHAIN_ROOT_SEED, mix3, real_kv_hash, s, signed
 
 if not triton.knobs.runtime.interpret:
-    raise RuntimeError("set TRITON_INTERPRET=1 before anything imports triton: these tests run without a GPU")
+    raise RuntimeError(
+        "triton was imported before tests/cuda_support.py could turn its interpreter on: set TRITON_INTERPRET=1"
+    )
 
 
 class WeakTensor:

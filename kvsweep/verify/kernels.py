@@ -226,7 +226,7 @@ def fingerprint_kernel(
                     b = tl.load(b_ptr + first_word + word)
                     mask = live[:, None] & (word < even_words)[None, :]
                     # Read once and not again: the sweep must not push the engine's data out of L2.
-                    at = tl.multiple_of(aligned[:, None] + word[None, :], (16, 16))
+                    at = tl.multiple_of(aligned[:, None] + word[None, :], (8, 16))
                     data = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
                     acc += _terms(data, a[None, :], b[None, :])
                     if FINITE:
@@ -396,7 +396,7 @@ def _source_hash(column, slots, live, BLOCK_SLOTS: tl.constexpr):
         aligned = addresses.to(tl.pointer_type(tl.uint64))
         pair = tl.arange(0, 2)
         for first in range(0, read_bytes // 8, 2):
-            at = tl.multiple_of(aligned[:, None] + (first + pair)[None, :], (16, 16))
+            at = tl.multiple_of(aligned[:, None] + (first + pair)[None, :], (8, 16))
             both = tl.load(at, mask=live[:, None] & (pair < 2)[None, :], other=0, eviction_policy="evict_first")
             low, high = tl.split(both)
             acc = _mix(_mix(acc ^ low) ^ high)
