@@ -54,12 +54,14 @@ class _Walk:
 
     Attributes:
         cursor: where the tree has been walked to; `walked` when all of it has.
+        generation: of the engine's pools when it began; it ends where that changes.
         plans: chunks planned and not yet verified.
         only_new: this walk takes only what was never read since it was last free; the walk over everything follows.
     """
 
     record: PassRecord
     cursor: Cursor
+    generation: int
     only_new: bool
     plans: deque[Plan] = field(default_factory=deque)
     walked: bool = False
@@ -162,15 +164,15 @@ class Sweeper:
 
     async def deep_pass(self) -> PassRecord:
         """Verify the bytes of every slot that the tree holds; the record says whether it got through."""
-        walk = self._walk = self._walk or self._begin()
-        record = walk.record
+        if self._walk is None:
+            self._walk = await self._begin()
+        walk, record = self._walk, self._walk.record
         try:
-            await self._reopen_pools_if_changed()
             while walk.only_new or walk.plans or not walk.walked:
                 if walk.only_new and walk.walked and not walk.plans:
                     self._begin_again(walk)
-                await self._pace()
                 await self._meanwhile()
+                await self._pace(walk)
                 if not walk.plans:
                     self._drain()  # from here on, what is freed shows up in the drain after the read
                     spans = await self._snapshot(walk)
@@ -196,17 +198,19 @@ class Sweeper:
             self._end(record, complete=True)
         return record
 
-    def _begin(self) -> _Walk:
+    async def _begin(self) -> _Walk:
         """A new pass, in this order: what was never read, then everything, in the tree's order, which is that of the
         last pass: oldest first. How often a node is asked for plays no part.
 
         The walk for what is new costs time of its own. It is left out where the whole pass is so short that order
         means nothing, and where passes are so long that it would push them beyond the cycle target.
         """
+        if self.engine.pools_ready():
+            await self._reopen_pools_if_changed()
         cursor = self._cursor()
         record, last = self.coverage.begin("deep"), self.coverage.last("deep")
         new_first = last is not None and self.new_first_seconds <= last.duration <= self.settings.cycle_target / 3
-        return _Walk(record, cursor, only_new=new_first and self.settings.fingerprints)
+        return _Walk(record, cursor, self._generation, only_new=new_first and self.settings.fingerprints)
 
     def _begin_again(self, walk: _Walk) -> None:
         """All that is new has been read: now everything."""
@@ -227,13 +231,13 @@ class Sweeper:
                            record.number, record.duration, self.settings.cycle_target, reasons)  # fmt: skip
         self._publish_pass(record)
 
-    async def _pace(self) -> None:
+    async def _pace(self, walk: _Walk) -> None:
         """Wait for the budgets; see then whether the engine's memory may be read at all."""
         await self.pacer.ready()
         if self.pacer.cancelled:
             self.pacer.cancelled = False
             raise PassInterrupted("cancelled by request")
-        if not self.engine.pools_ready() or self.engine.pools_generation != self._generation:
+        if not self.engine.pools_ready() or self.engine.pools_generation != walk.generation:
             raise PassInterrupted("the engine released or re-allocated its KV memory; fingerprints are dropped")
 
     async def _meanwhile(self) -> None:

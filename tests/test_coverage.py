@@ -167,6 +167,27 @@ async def test_an_interrupted_walk_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_interrupted_walk_does_not_outlive_its_memory() -> None:
+    """I1, I2: an error stops a pass, then the engine re-allocates its memory: that pass claims nothing, no old plan is
+    read, and the next pass covers what is there then."""
+    bench = Bench()
+    bench.cache(*range(8))
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    bench.verifiers["full"].before = fail
+    with pytest.raises(OSError, match="gone"):
+        await bench.sweeper.deep_pass()
+    bench.engine.reallocate()
+    bench.cache(50, 51)
+    assert not (await bench.sweeper.deep_pass()).complete
+    assert bench.reads == []
+    record = await bench.sweeper.deep_pass()
+    assert record.complete and record.number == 2 and set(bench.reads) == bench.held()
+
+
+@pytest.mark.asyncio
 async def test_an_error_in_the_walk_starts_anew() -> None:
     """I1: what a snapshot had just passed when it failed is not known, so that pass claims nothing."""
     bench = Bench()
