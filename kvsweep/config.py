@@ -116,7 +116,7 @@ def load_settings(**overrides: Any) -> Settings:
         return Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(line) for line in error.errors())) from None
-    except ValueError as error:  # TOML that does not parse
+    except (ValueError, OSError) as error:  # TOML that does not parse, a file that cannot be read
         raise ConfigError(f"KVSWEEP_CONFIG={path}: {error}") from None
 
 

@@ -78,14 +78,15 @@ class Finding:
 
 def prefix_hash(namespace: str, tokens: np.ndarray) -> str:
     """16 hex digits of BLAKE2b over the namespace and the int64 tokens [n] of a prefix."""
-    digest = hashlib.blake2b(namespace.encode() + b"\0", digest_size=8)
+    digest = hashlib.blake2b(namespace.encode("utf-8", "surrogatepass") + b"\0", digest_size=8)  # a client may send any
     digest.update(np.ascontiguousarray(tokens, dtype="<i8").tobytes())
     return digest.hexdigest()
 
 
 def finding_id(*parts: object) -> str:
-    """8 hex digits that name a fault; the same parts give the same id."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=4).hexdigest()
+    """12 hex digits that name a fault; the same parts give the same id. Two faults that met in one id would be taken
+    for one: among 10,000 open ones the chance is below 1e-6."""
+    return hashlib.blake2b(ascii(parts).encode(), digest_size=6).hexdigest()
 
 
 def shown(check: str, value: int) -> int | str:
