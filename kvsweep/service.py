@@ -135,6 +135,8 @@ class Service:
             self._in_loop(self._shut_down)
         except RuntimeError as error:  # the loop has ended by itself
             logger.debug("stop: %s", error)
+        if thread is threading.current_thread():  # asked for by a callback: it ends once that has returned
+            return
         thread.join(timeout)
         if thread.is_alive():
             logger.error("kvsweep did not stop within %.0f s (stage %s)", timeout, self._stage())
@@ -279,8 +281,11 @@ class Service:
 
     def _detach(self) -> None:
         """Give the engine its own methods back; the gate keeps the scheduler out meanwhile."""
-        with self.engine.gate:
-            self.engine.detach()
+        try:
+            with self.engine.gate:
+                self.engine.detach()
+        except Exception as error:  # port, log and backends must still be let go of
+            self._note_error("detach", error)
 
     def _let_go(self) -> None:
         """Close port and log."""
