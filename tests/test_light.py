@@ -191,8 +191,8 @@ def test_compensating_double_free(page_size: int) -> None:
     found = by_kind(light(engine))
     assert set(found) == {"double_free", "leak"}
     assert {candidate.check for candidate in found.values()} == {"accounting"}
-    assert found["double_free"].slots == (int(twice[0]),)
-    assert found["leak"].slots == (int(lost[0]),) and found["leak"].detail["seen"] == page_size
+    assert found["double_free"].slots == tuple(twice.tolist())
+    assert found["leak"].slots == tuple(lost.tolist()) and found["leak"].detail["seen"] == page_size
 
 
 def test_leak_of_a_forgotten_request() -> None:
@@ -328,7 +328,7 @@ def test_page_of_tree_and_request() -> None:
     row[32:48] = last - 15 + torch.arange(16)  # the bug: the page the prefix ends in
     found = by_kind(light(engine))
     assert set(found) == {"two_owners", "leak"}  # slot for slot: told as duplicate owners, not once more as a page
-    assert found["two_owners"].detail["requests"] == [request.id] and found["leak"].slots == (int(own[0]),)
+    assert found["two_owners"].detail["requests"] == [request.id] and found["leak"].slots == tuple(own.tolist())
     row[32:48] = own
     row[36] = last  # one slot that nobody has, but of the prefix's page
     engine.tree._split(request.last_node, 16)

@@ -171,7 +171,7 @@ class Look:
         bad = structural.out_of_range(entries, table.low // unit, table.high // unit)
         slots = self._free_slots(table, view)
         table.free.view(-1, unit)[slots // unit] = True
-        table.free_slots = slots.numel() * unit
+        table.free_slots, table.free_unit = slots.numel() * unit, unit
         doubles = structural.repeated(slots // unit, table.free.numel() // unit) * unit
         self._free_lists[table.name] = entries[bad] * unit, doubles
 
@@ -267,9 +267,11 @@ class Look:
             name = table.name
             _, doubles = self._free_lists.get(name, (None, None))
             twice = [] if doubles is None else self._alive(name, [(doubles,)])
-            for (slot,) in self._limited("double_free", name, twice):
+            for (slot,) in self._limited("double_free", name, twice, table.free_unit):
                 facts: tuple[Fact, ...] = (OnFreeList(name, slot, 2),)
-                yield Suspect(check="accounting", kind="double_free", pool=name, slot=slot, facts=facts)
+                yield Suspect(
+                    check="accounting", kind="double_free", pool=name, slot=slot, count=table.free_unit, facts=facts
+                )
             if not (self._leaks_known and table.has_view):
                 continue
             accounted = table.accounted | table.any_of_page(self._freed[name])
@@ -277,7 +279,7 @@ class Look:
                 accounted |= table.any_of_page(table.owner != structural.UNOWNED)
             lost = structural.unaccounted(accounted[: table.high // table.page_size], table.low // table.page_size)
             for (slot,) in self._limited("leak", name, [(lost * table.page_size,)], table.page_size):
-                yield Suspect(check="accounting", kind="leak", pool=name, slot=slot)
+                yield Suspect(check="accounting", kind="leak", pool=name, slot=slot, count=table.page_size)
 
     def _window_suspects(self) -> Iterator[Suspect]:
         if self.swa is None or self._map is None or self._resident is None:

@@ -182,6 +182,7 @@ class Suspect:
         pool: whose numbering `slot` is in: for most of `swa_map` the window pool's.
         slot: None where the fault is about no slot.
         owners: who holds it, the first one being what the finding is filed under.
+        count: slots from `slot` on that share the fault: a page's, where the allocator knows pages only.
         other: a second slot in the story: the full slot that the window map sends to `slot`, or the reverse.
         facts: what must hold at one instant; empty where only two looks can tell (a leak).
     """
@@ -190,6 +191,7 @@ class Suspect:
     kind: str
     pool: str
     slot: int | None
+    count: int = 1
     owners: tuple[Owner, ...] = ()
     other: int | None = None
     facts: tuple[Fact, ...] = ()
@@ -281,7 +283,12 @@ def _candidate(
     nodes = tuple(owner.node for owner in first.owners if owner.node is not None)
     names = [node_name[id(node)] for node in nodes]
     requests = [owner.request_id for owner in first.owners if owner.request_id is not None]
-    slots = tuple(suspect.slot for suspect in group if suspect.slot is not None)
+    slots = tuple(
+        slot
+        for suspect in group
+        if suspect.slot is not None
+        for slot in range(suspect.slot, suspect.slot + suspect.count)
+    )
     in_tree = bool(slots) and first.owners and first.owners[0].node is not None
     held = [f"node {name}" for name in names] + [f"request {name}" for name in requests]
     what = f"slots {_ranges(slots)}" if slots else " ".join(held)

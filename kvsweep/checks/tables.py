@@ -63,6 +63,7 @@ class PoolTable:
         self.free = torch.zeros(slots, dtype=torch.bool, device=pool.device)
         self.accounted = torch.zeros(self.pages, dtype=torch.bool, device=pool.device)
         self.free_slots = self.tree_slots = self.request_slots = 0
+        self.free_unit = 1  # slots that an entry of the free list stands for
 
     def account(self, slots: torch.Tensor) -> None:
         """Somebody has these valid slots (int64 [n])."""

@@ -138,7 +138,8 @@ def test_compensating_double_free(cache: Cache) -> None:
     assert full.available_size() == before
     candidates = found(cache)
     assert set(candidates) == {"leak", "double_free"}
-    assert candidates["leak"].slots == (int(lost[0]),) and candidates["double_free"].slots == (int(twice[0]),)
+    assert candidates["leak"].slots == tuple(lost.tolist())
+    assert candidates["double_free"].slots == tuple(twice.tolist())
 
 
 @cases(swa=False)

@@ -119,8 +119,10 @@ class SGLangCursor(NodeCursor):
         if value is not None:
             self._seen += value.numel()
         elif node.id in self._tree.loading:
-            spans.skipped["loading"] += len(reader.key(node))
-            return start + len(reader.key(node))
+            size = len(reader.key(node))
+            spans.skipped["loading"] += size
+            self._seen += size
+            return start + size
         return super()._visit(node, start, spans)
 
 
@@ -143,8 +145,6 @@ class NodeTree:
             self.lock_refs: LockRefs = self.reader.lock_refs
         self.changes = 0
         self.broken: str | None = None
-        if hasattr(self.reader, "lock_ref"):  # the Rust core does not tell
-            self.lock_refs = self._lock_refs
 
     @property
     def generation(self) -> int:
@@ -196,11 +196,6 @@ class NodeTree:
             node = node.parent
             start -= len(self.reader.key(node))
         return self.reader.swa_resident(node)
-
-    def _lock_refs(self, nodes: Sequence[Any]) -> tuple[list[int], list[int]]:
-        """See kvsweep.checks.views.LockedTree.lock_refs."""
-        count = self.reader.lock_ref  # type: ignore[attr-defined]
-        return [count(node) for node in nodes], [sum(map(count, node.children.values())) for node in nodes]
 
     def _start(self, node: Any) -> int | None:
         """Position of the node's first slot; None if its root is not the tree's any more."""
@@ -267,9 +262,6 @@ class UnifiedReader(_RadixKeys):
     def locked(self, node: Any) -> bool:
         return bool(node.component_data[FULL].lock_ref)
 
-    def lock_ref(self, node: Any) -> int:
-        return int(node.component_data[FULL].lock_ref)
-
     def lock_refs(self, nodes: Sequence[Any]) -> tuple[list[int], list[int]]:
         own = [node.component_data[FULL].lock_ref for node in nodes]
         below = [sum(child.component_data[FULL].lock_ref for child in node.children.values()) for node in nodes]
@@ -310,9 +302,6 @@ class ClassicReader(_RadixKeys):
     def lock_refs(self, nodes: Sequence[Any]) -> tuple[list[int], list[int]]:
         own = [node.lock_ref for node in nodes]
         return own, [sum(child.lock_ref for child in node.children.values()) for node in nodes]
-
-    def lock_ref(self, node: Any) -> int:
-        return int(node.lock_ref)
 
     def swa_resident(self, node: Any) -> bool:
         return True
