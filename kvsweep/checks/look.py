@@ -285,8 +285,6 @@ class Look:
         if self.swa is None or self._map is None or self._resident is None:
             return
         full, swa, target = self.full.name, self.swa.name, self._map
-        freed_target = self._freed[swa][target.clamp(0, self._freed[swa].numel() - 1)]
-        settled = ~(self._freed[full][: target.numel()] | freed_target)
         owner = self.full.owner[: target.numel()]
         faults = structural.window_faults(
             target,
@@ -299,7 +297,7 @@ class Look:
             self.swa.high,
         )
         for kind, slots in faults.items():
-            slots = slots[settled[slots]]
+            slots = slots[self._settled(slots, target[slots])]
             pool = full if kind in ("target_out_of_range", "resident_unmapped") else swa  # whose slots are named
             for slot, row, to in self._limited(kind, pool, [(slots, owner[slots], target[slots])]):
                 facts: list[Fact] = [Mapped(swa, slot, to)]
@@ -318,8 +316,8 @@ class Look:
                     check="swa_map", kind=kind, pool=pool, slot=named, owners=owners, other=other, facts=tuple(facts)
                 )
         shared = [
-            tuple(column[settled[columns[1]] & settled[columns[2]]] for column in columns)
-            for columns in self._found["shared_target"]
+            tuple(column[self._settled(one, to) & self._settled(two, to)] for column in (to, one, two))
+            for to, one, two in self._found["shared_target"]
         ]
         for to, *pair in self._limited("shared_target", swa, shared):
             ordered = sorted(pair)
@@ -376,6 +374,12 @@ class Look:
             alive = ~freed[columns[0].clamp(0, freed.numel() - 1)]
             kept.append(tuple(column[alive] for column in columns))
         return kept
+
+    def _settled(self, slots: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """bool [n]: neither the full slot nor the window slot that the map gives it was freed meanwhile."""
+        assert self.swa is not None
+        full, swa = self._freed[self.full.name], self._freed[self.swa.name]
+        return ~(full[slots] | swa[targets.clamp(0, swa.numel() - 1)])
 
     def _limited(
         self, kind: str, pool: str, found: Sequence[Columns], slots_each: int = 1
