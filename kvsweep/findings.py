@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -13,18 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 logger = logging.getLogger("kvsweep")
-
-HASHES = ("chain", "real_kv", "fingerprint")  # checks whose expected and actual are 64-bit hashes
-WHAT_DIFFERS = {
-    "fingerprint": "its bytes changed since two earlier reads agreed",
-    "real_kv": "its bytes are not those its stamp was taken over",
-    "chain": "its stamp does not continue the slot before it",
-    "position": "it was written for another position",
-    "token": "it was written for another token",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,35 +62,6 @@ class Finding:
         data = asdict(self)
         data["pass"] = data.pop("pass_number")
         return data
-
-
-def prefix_hash(namespace: str, tokens: np.ndarray) -> str:
-    """16 hex digits of BLAKE2b over the namespace and the int64 tokens [n] of a prefix."""
-    digest = hashlib.blake2b(namespace.encode("utf-8", "surrogatepass") + b"\0", digest_size=8)  # a client may send any
-    digest.update(np.ascontiguousarray(tokens, dtype="<i8").tobytes())
-    return digest.hexdigest()
-
-
-def finding_id(*parts: object) -> str:
-    """12 hex digits that name a fault; the same parts give the same id. Two faults that met in one id would be taken
-    for one: among 10,000 open ones the chance is below 1e-6."""
-    return hashlib.blake2b(ascii(parts).encode(), digest_size=6).hexdigest()
-
-
-def shown(check: str, value: int) -> int | str:
-    """A compared value as a finding shows it: hashes as 16 hex digits, the rest as it is."""
-    return f"{value & (2**64 - 1):016x}" if check in HASHES else value
-
-
-def byte_message(finding: Finding) -> str:
-    """The line an operator reads for a finding of the deep pass."""
-    where = f" in {finding.segment}" if finding.segment else ""
-    return (
-        f"KV cache corruption confirmed: {finding.pool} pool, slot {finding.slot}{where}: "
-        f"{WHAT_DIFFERS[finding.check]} (check {finding.check}, expected {finding.expected}, found {finding.actual}). "
-        f"Token {finding.token} at position {finding.position} of prefix {finding.prefix_hash}, node {finding.node}. "
-        "Requests that share this prefix get wrong text until it is evicted or flushed."
-    )
 
 
 class FindingsLog:

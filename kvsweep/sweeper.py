@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,25 +20,23 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from kvsweep.checks.light import CHECKS as LIGHT_CHECKS
 from kvsweep.checks.light import LightPass
-from kvsweep.checks.suspects import Candidate
 from kvsweep.config import Settings
 from kvsweep.coverage import Coverage, PassRecord
+from kvsweep.describe import byte_finding, structural_finding
 from kvsweep.engine import Engine
-from kvsweep.findings import Finding, Findings, byte_message, finding_id, prefix_hash, shown
+from kvsweep.findings import Finding, Findings
 from kvsweep.metrics import Metrics
 from kvsweep.pacing import Pacer
 from kvsweep.plan import Plan, plan_chunks
 from kvsweep.pool import KVPool, PoolKind
+from kvsweep.publish import DEEP_CHECKS, Publisher, light_checks
 from kvsweep.tree import Cursor, Spans
 from kvsweep.tree.journal import Freed
 from kvsweep.verify import Settled, Suspect, Verdict, Verifier
 
 logger = logging.getLogger("kvsweep")
 
-DEEP_CHECKS = ("fingerprint", "chain", "position", "token", "real_kv")
-SWA_LIGHT_CHECKS = ("swa_map", "accounting")
 MAX_SPANS = 512  # of one snapshot: planning takes a few Python steps a span, and the scheduler waits for the GIL
 MAX_CASES = 1000  # findings that `recheck` can read again; each keeps one row of a plan
 
@@ -110,15 +108,21 @@ class Sweeper:
         self.new_first_seconds = 5.0
         self._make_verifier = make_verifier
         self._verifiers: dict[str, Verifier] = {}
-        self._on_finding = on_finding
         self._walk: _Walk | None = None
-        self._published: dict[str, float] = defaultdict(float)  # totals already in the Prometheus counters
-        self._published |= {"gate_entries": engine.gate.entries, "journal_overflows": engine.journal.overflows}
         self._cases: dict[str, Plan] = {}  # finding id -> the one row it is about, for `recheck`
         self._overflows = engine.journal.overflows  # those drained
         self._forgot = False  # fingerprints of slots that are still held were dropped since the last deep pass ended
         self._open_pools()
         self.coverage = Coverage(self.pools.values(), fingerprints=settings.fingerprints)
+        self._publish = Publisher(
+            engine,
+            settings,
+            metrics=metrics,
+            findings=findings,
+            coverage=self.coverage,
+            pacer=pacer,
+            on_finding=on_finding,
+        )
 
     async def run(self) -> None:
         """Job after job, as the pacer says, until cancelled. A pass that an error stopped goes on first."""
@@ -178,14 +182,16 @@ class Sweeper:
                     spans = await self._snapshot(walk)
                     self._plan(spans, walk)
                     if not walk.only_new:
-                        self._publish_spans(spans, record)
+                        with self._stage("publish"):
+                            self._publish.spans(spans, record, self.pools.values())
                 if walk.plans:
                     plan = walk.plans[0]
                     verdict = await self._verify(plan)
                     self._drain()
                     suspects = self._settle(plan, verdict, record)
                     await self._confirm(plan, suspects, record)
-                    self._publish_chunk(plan, verdict, walk)
+                    with self._stage("publish"):
+                        self._publish.chunk(plan, verdict, record, resident=not walk.only_new)
                     walk.plans.popleft()
         except PassInterrupted as reason:
             logger.warning("deep pass %d ended early: %s", record.number, reason)
@@ -229,7 +235,10 @@ class Sweeper:
             reasons = ", ".join(f"{reason} {seconds:.1f} s" for reason, seconds in held_back.items()) or "nothing"
             logger.warning("deep pass %d took %.1f s, longer than the cycle target of %.1f s; held back by: %s",
                            record.number, record.duration, self.settings.cycle_target, reasons)  # fmt: skip
-        self._publish_pass(record)
+        self._publish.ended(record, self._verifiers)
+        still_open = {finding["id"] for finding in self.findings.known() if finding["open"]}
+        self._cases = {id_: case for id_, case in self._cases.items() if id_ in still_open}
+        self.publish_gauges()
 
     async def _pace(self, walk: _Walk) -> None:
         """Wait for the budgets; see then whether the engine's memory may be read at all."""
@@ -364,9 +373,9 @@ class Sweeper:
         with self._stage("settle"):
             settled = self._settle_rows(plan, verdict, record.number, seal=self.settings.fingerprints)
             record.unreached[plan.pool.name] += settled.unsettled
-            self._skip(plan.pool.name, "freed_meanwhile", settled.stale_rows)
-            self._skip(plan.pool.name, "unsettled", settled.unsettled)
-            self._dismiss("stale", len(verdict.suspects) - len(settled.suspects))
+            self._publish.skipped(plan.pool.name, "freed_meanwhile", settled.stale_rows)
+            self._publish.skipped(plan.pool.name, "unsettled", settled.unsettled)
+            self._publish.dismissed("stale", len(verdict.suspects) - len(settled.suspects))
         return settled.suspects
 
     async def _confirm(self, plan: Plan, suspects: Sequence[Suspect], record: PassRecord) -> None:
@@ -389,15 +398,15 @@ class Sweeper:
                 held.clear()
         for suspect in suspects:
             if not held.get(suspect.row, False):
-                self._dismiss("stale", 1)
+                self._publish.dismissed("stale")
             elif (suspect.row, suspect.check, suspect.segment) not in still_wrong:
-                self._dismiss("transient", 1)
+                self._publish.dismissed("transient")
             else:
-                finding = self._describe(plan, suspect, first_seen, record.number)
+                finding = byte_finding(self.engine, plan, suspect, first_seen, record.number)
                 if len(self._cases) < MAX_CASES:
                     self._cases[finding.id] = plan.rows([suspect.row])
-                if self._report(finding):
-                    record.confirmed += 1
+                with self._stage("publish"):
+                    record.confirmed += self._publish.finding(finding)
 
     async def _held(self, plan: Plan, rows: Sequence[int]) -> dict[int, bool]:
         """row -> does the tree hold that slot at that position now? A gate slice a row: suspects are rare."""
@@ -410,44 +419,6 @@ class Sweeper:
                 held[row] = slot is not None and slot == int(plan.tree_slots[row])
             await self.pacer.after_slice(hold.seconds)
         return held
-
-    def _describe(self, plan: Plan, suspect: Suspect, first_seen: float, pass_number: int) -> Finding:
-        row = suspect.row
-        node, position = plan.spans.nodes[int(plan.span_of[row])], int(plan.positions[row])
-        tree, slot = self.engine.tree, int(plan.chunk.slots[row])
-        with self.engine.gate.held():
-            namespace, tokens = tree.prefix(node, position)
-        prefix = prefix_hash(namespace, tokens)
-        finding = Finding(
-            id=finding_id(suspect.check, plan.pool.name, suspect.segment, slot, prefix),
-            check=suspect.check,
-            pool=plan.pool.name,
-            segment=suspect.segment,
-            slot=slot,
-            position=position,
-            token=int(tokens[-1]),
-            node=tree.node_name(node),
-            namespace=namespace,
-            prefix_hash=prefix,
-            expected=shown(suspect.check, suspect.expected),
-            actual=shown(suspect.check, suspect.actual),
-            first_seen=first_seen,
-            confirmed_at=time.time(),
-            pass_number=pass_number,
-            labels=dict(self.engine.labels),
-            message="",
-        )
-        return replace(finding, message=byte_message(finding))
-
-    def _report(self, finding: Finding) -> bool:
-        """A confirmed finding goes to the log, the counters and the callback, once for each fault; False if known."""
-        with self._stage("publish"):
-            if not self.findings.confirm(finding):
-                return False
-            self.metrics.violations_total.labels(pool=finding.pool, check=finding.check).inc()
-            if self._on_finding is not None:
-                self._on_finding(finding)
-            return True
 
     async def recheck(self) -> None:
         """Read the slots of all open findings of the deep pass again, now: those that are freed or fine are closed."""
@@ -477,62 +448,20 @@ class Sweeper:
             with self._stage("structure"):
                 report = await self._light.run()
             complete = report.complete
-            self._dismiss("transient", report.transient)
-            self._dismiss("stale", report.stale)
-            for candidate in report.candidates:
-                record.confirmed += self._report(self._describe_structure(candidate, record.number))
-            record.slots = report.slots
-            for pool in self.pools.values():
-                for check in self._light_checks(pool):
-                    count = report.sizes.get(pool.name, {}).get("tree", 0)
-                    self.coverage.pools[pool.name].verified[check] += count
-                    self.metrics.slots_verified_total.labels(pool=pool.name, check=check).inc(count)
+            checks = {name: light_checks(pool, self.light_uncovered) for name, pool in self.pools.items()}
+            with self._stage("publish"):
+                self._publish.structure(report, record, checks)
+                for candidate in report.candidates:
+                    finding = structural_finding(self.engine, candidate, record.number)
+                    record.confirmed += self._publish.finding(finding)
         except PassInterrupted as reason:
             logger.warning("light pass %d ended early: %s", record.number, reason)
         finally:
             self.coverage.end(record, complete=complete)
             self.pacer.light_pass_ended(time.thread_time() - cpu)
-        self._publish_pass(record)
+        self._publish.ended(record, self._verifiers)
+        self.publish_gauges()
         return record
-
-    def _describe_structure(self, candidate: Candidate, pass_number: int) -> Finding:
-        """The finding for a fault of structure; its detail lists all slots, nodes and requests."""
-        position = candidate.positions[0] if candidate.positions else None
-        namespace, tokens = "", None
-        if candidate.nodes and position is not None:
-            with self.engine.gate.held():
-                namespace, tokens = self.engine.tree.prefix(candidate.nodes[0], position)
-        names = candidate.detail["nodes"]
-        now = time.time()
-        return Finding(
-            id=finding_id(candidate.check, candidate.pool, candidate.slots, names, candidate.detail["requests"]),
-            check=candidate.check,
-            pool=candidate.pool,
-            segment=None,
-            slot=candidate.slots[0] if candidate.slots else None,
-            position=position,
-            token=int(tokens[-1]) if tokens is not None and len(tokens) else None,
-            node=names[0] if names else None,
-            namespace=namespace,
-            prefix_hash=None if tokens is None else prefix_hash(namespace, tokens),
-            expected=None,
-            actual=None,
-            first_seen=now,
-            confirmed_at=now,
-            pass_number=pass_number,
-            labels=dict(self.engine.labels),
-            message=f"KV cache structure violated: {candidate.message}",
-            detail={**candidate.detail, "slots": list(candidate.slots)},
-        )
-
-    def _light_checks(self, pool: KVPool) -> tuple[str, ...]:
-        """The light checks that run on a pool."""
-        swa = pool.kind is PoolKind.SWA
-        return tuple(
-            check
-            for check in LIGHT_CHECKS
-            if check not in self.light_uncovered and (not swa or check in SWA_LIGHT_CHECKS)
-        )
 
     # ---- pools ----
 
@@ -558,7 +487,7 @@ class Sweeper:
 
     def _checks(self, pool: KVPool) -> tuple[str, ...]:
         """The checks that run on a pool."""
-        return (*(DEEP_CHECKS if pool.stamps else ("fingerprint",)), *self._light_checks(pool))
+        return (*(DEEP_CHECKS if pool.stamps else ("fingerprint",)), *light_checks(pool, self.light_uncovered))
 
     async def _reopen_pools_if_changed(self) -> None:
         if not self.engine.pools_ready():
@@ -570,7 +499,9 @@ class Sweeper:
             self._open_pools()
             self._forgot = True
 
-    # ---- publishing ----
+    def publish_gauges(self) -> None:
+        """What changes by the clock; the service calls it every second."""
+        self._publish.gauges({name: self._checks(pool) for name, pool in self.pools.items()})
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[None]:
@@ -582,84 +513,3 @@ class Sweeper:
         finally:
             self.busy_since = None
         self.metrics.stage_seconds.labels(stage=stage).observe(time.perf_counter() - begin)
-
-    def _publish_chunk(self, plan: Plan, verdict: Verdict, walk: _Walk) -> None:
-        with self._stage("publish"):
-            pool, record = plan.pool.name, walk.record
-            record.verified += sum(verdict.verified.values())
-            for check, count in verdict.verified.items():
-                self.coverage.pools[pool].verified[check] += count
-                self.metrics.slots_verified_total.labels(pool=pool, check=check).inc(count)
-            self.metrics.bytes_verified_total.labels(pool=pool).inc(verdict.bytes_read)
-            self._skip(pool, "suspects_overflow", verdict.suspect_count - len(verdict.suspects))
-            if walk.only_new:  # met again, and counted, in the walk over everything
-                return
-            record.resident[pool] += verdict.rows_read
-            unread = "tombstone" if plan.pool.kind is PoolKind.SWA else "out_of_range"
-            self._skip(pool, unread, len(plan.chunk) - verdict.rows_read)
-
-    def _publish_spans(self, spans: Spans, record: PassRecord) -> None:
-        with self._stage("publish"):
-            record.slots += spans.num_slots
-            self.metrics.pass_progress_ratio.labels(kind=record.kind).set(record.progress)
-            for reason, count in spans.skipped.items():
-                self._skip(self._tree_pool, reason, count)
-            for pool in self.pools.values():
-                if pool.kind is PoolKind.SWA:
-                    here = zip(spans.values, spans.swa_resident, strict=True)
-                    self._skip(pool.name, "tombstone", sum(v.numel() for v, resident in here if not resident))
-
-    def _publish_pass(self, record: PassRecord) -> None:
-        self.metrics.pass_progress_ratio.labels(kind=record.kind).set(0)
-        if record.complete:
-            self.metrics.passes_total.labels(kind=record.kind).inc()
-            self.metrics.pass_duration_seconds.labels(kind=record.kind).observe(record.duration)
-            self.metrics.last_pass_completed_timestamp_seconds.labels(kind=record.kind).set_to_current_time()
-            self.findings.close_gone(DEEP_CHECKS if record.kind == "deep" else LIGHT_CHECKS, record.number)
-        if record.complete and record.kind == "deep":
-            still_open = {finding["id"] for finding in self.findings.known() if finding["open"]}
-            self._cases = {id_: case for id_, case in self._cases.items() if id_ in still_open}
-            for name, verifier in self._verifiers.items():
-                self.coverage.pools[name].fingerprinted = verifier.fingerprinted()
-                self.metrics.slots_resident.labels(pool=name).set(record.resident[name])
-                self.metrics.slots_fingerprinted.labels(pool=name).set(self.coverage.pools[name].fingerprinted)
-        self.publish_gauges()
-
-    def publish_gauges(self) -> None:
-        """What changes by the clock; the service calls it every second."""
-        metrics, gate = self.metrics, self.engine.gate
-        for times, histogram in ((gate.holds, metrics.gate_hold_seconds), (gate.waits, metrics.gate_wait_seconds)):
-            for nanoseconds in times.take():
-                histogram.observe(nanoseconds / 1e9)
-        metrics.gate_entries_total.inc(gate.entries - self._published["gate_entries"])
-        self._published["gate_entries"] = gate.entries
-        overflows = self.engine.journal.overflows
-        metrics.journal_overflows_total.inc(overflows - self._published["journal_overflows"])
-        self._published["journal_overflows"] = overflows
-        metrics.findings_suppressed_total.inc(self.findings.log.suppressed - self._published["suppressed"])
-        self._published["suppressed"] = self.findings.log.suppressed
-        metrics.findings_log_writable.set(self.findings.log.writable)
-        for reason, seconds in self.pacer.throttled.items():
-            metrics.throttled_seconds_total.labels(reason=reason).inc(seconds - self._published[f"throttled {reason}"])
-            self._published[f"throttled {reason}"] = seconds
-        for name, budget in self.pacer.budgets.items():
-            metrics.budget_used_ratio.labels(budget=name).set(budget.used() / budget.share)
-        metrics.cycle_target_seconds.set(self.settings.cycle_target)
-        if (slowdown := self.pacer.steps.ratio) is not None:
-            metrics.step_slowdown_ratio.set(slowdown)
-        oldest = self.coverage.oldest_unverified_seconds()
-        metrics.oldest_unverified_seconds.set(float("nan") if oldest is None else oldest)
-        open_counts = self.findings.open_counts()
-        for pool in self.pools.values():
-            for check in self._checks(pool):
-                metrics.findings_open.labels(pool=pool.name, check=check).set(open_counts[pool.name, check])
-
-    def _skip(self, pool: str, reason: str, count: int) -> None:
-        if count:
-            self.coverage.pools[pool].skipped[reason] += count
-            self.metrics.slots_skipped_total.labels(pool=pool, reason=reason).inc(count)
-
-    def _dismiss(self, outcome: str, count: int) -> None:
-        if count:
-            self.findings.dismissed[outcome] += count
-            self.metrics.findings_dismissed_total.labels(outcome=outcome).inc(count)

@@ -27,7 +27,8 @@ from kvsweep.findings import Finding, Findings, FindingsLog
 from kvsweep.metrics import Metrics
 from kvsweep.pacing import Pacer
 from kvsweep.pool import KVPool
-from kvsweep.sweeper import DEEP_CHECKS, Sweeper
+from kvsweep.publish import DEEP_CHECKS
+from kvsweep.sweeper import Sweeper
 from kvsweep.tree import FreeJournal, NodeCursor, Spans
 from kvsweep.verify import Chunk, Settled, Verdict
 from kvsweep.verify.cpu import CpuVerifier
@@ -213,6 +214,7 @@ class World:
             self.sweeper.new_first_seconds = 0.0
         self.clock = 0
         self.faults: dict[tuple[str, int], Fault] = {}
+        self.reads = 0
         self.confirmations: list[Finding] = []
         self.verified: set[tuple[str, int]] = set()  # (pool, slot) that this pass read and settled
         self._held_since: dict[tuple[str, int], int] = {}
@@ -399,6 +401,14 @@ class World:
             if record is not None:
                 return record
 
+    def step_to_read(self, number: int) -> None:
+        """Run a new pass until its `number`-th read has been made and nothing of it settled yet."""
+        assert not self.sweeping
+        self.reads = 0
+        while self.reads < number:
+            assert self.step() is None, f"the pass made only {self.reads} reads"
+        self.step()
+
     def close(self) -> None:
         if self._pass is not None:
             self._pass.close()
@@ -409,6 +419,7 @@ class World:
     def note_read(self, *, first: bool) -> None:
         """A read begins (`first`) or goes on: what is wrong now may be reported."""
         if first:
+            self.reads += 1
             self._explained.clear()
             self._chain_explained.clear()
         self._explained |= set(self.faults)

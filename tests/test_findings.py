@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsweep.findings import Finding, Findings, FindingsLog, byte_message, finding_id, prefix_hash, shown
-from kvsweep.sweeper import DEEP_CHECKS, LIGHT_CHECKS
+from kvsweep.describe import byte_message, finding_id, prefix_hash, shown
+from kvsweep.findings import Finding, Findings, FindingsLog
+from kvsweep.publish import DEEP_CHECKS, LIGHT_CHECKS
 
 
 def finding(slot: int = 7, check: str = "fingerprint", pass_number: int = 3, **fields: Any) -> Finding:
