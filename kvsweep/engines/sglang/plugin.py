@@ -53,6 +53,8 @@ class SchedulerSweep:
             metrics.set_state("failed")
             logger.error("kvsweep is off: %s. Serving is not affected", error)
             return
+        if settings.unlocked_only and not hasattr(engine.tree, "lock_refs"):
+            logger.warning("kvsweep: KVSWEEP_UNLOCKED_ONLY has no effect: SGLang's Rust tree core shows no lock counts")
         self._service = Service(engine, settings, metrics=metrics)
         if self._service.start():
             self._tell_prometheus(settings)
