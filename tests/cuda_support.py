@@ -110,6 +110,9 @@ class PaperDevice:
             self._memory.append((StorageWeakRef(tensor.untyped_storage()), size))
         return tensor
 
+    def adopt_thread(self) -> None:
+        """Host memory has no streams."""
+
     @contextmanager
     def current(self) -> Iterator[None]:
         yield
@@ -121,9 +124,6 @@ class PaperDevice:
         assert not stream.capturing, "an event recorded in a capture draws the side stream into the graph"
         given = stream.given
         self._enqueue(lambda: stream.run_to(given), "wait", stream.name)
-
-    def wait_for_caller(self) -> None:
-        self.log.append(("wait", "caller"))
 
     def launch(self, kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
         held = [WeakTensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]

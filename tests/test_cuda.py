@@ -230,6 +230,9 @@ async def test_a_fault_of_the_gpu_becomes_one_clear_error():
     ) as caught:
         await checks.verify(make_chunk([1]))
     assert "\n" not in str(caught.value)
+    device.failure = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        await checks.verify(make_chunk([1]))
     free = []
 
     def take() -> None:
@@ -253,6 +256,32 @@ async def test_forgetting_everything_drops_every_fingerprint():
     assert checks.fingerprinted() == 0
     checks.pool.segments[0].tensor[1] ^= 1
     assert (await checks.verify(chunk)).suspects == []
+
+
+async def test_an_engine_that_has_released_its_memory_stops_the_launch():
+    """I4: `streams` is asked in the same turn in which the launch is made, so an engine that sets a flag under
+    `pause_for_capture` before it unmaps memory is heard: its own exception comes out, and nothing was enqueued."""
+
+    class ReleasedError(Exception):
+        pass
+
+    def streams() -> list[EngineStream]:
+        if released:
+            raise ReleasedError
+        return []
+
+    released = False
+    device = PaperDevice()
+    checks = CudaVerifier(make_pool(make_segment("k", SLOTS, 32), slots=SLOTS), streams=streams, device=device)
+    device.run()
+    device.log.clear()
+    released = True
+    for call in (lambda: checks.forget(torch.tensor([1])), checks.planning().__enter__):
+        with pytest.raises(ReleasedError):
+            call()
+    with pytest.raises(ReleasedError):
+        await checks.verify(make_chunk([1]))
+    assert device.log == []
 
 
 async def test_a_slot_freed_during_its_read_is_stale():

@@ -23,7 +23,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def test_a_service_finds_a_flipped_bit_through_this_backend(monkeypatch):
-    """I1, I2, I3: a sweep over an engine with stamps: nothing found in a healthy cache, the planted bit found and named;
+    """I1, I2, I3: with stamps; nothing is found in a healthy cache, the planted bit is found and named;
     the slots stay counted as fingerprinted."""
     monkeypatch.setattr(
         "kvsweep.service.make_verifier",

@@ -15,6 +15,7 @@ What orders the work:
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -59,12 +60,13 @@ class CudaVerifier:
     """`Verifier` over a pool on a GPU.
 
     Holds 9 bytes a slot there (an 8-byte fingerprint and a state byte), with `per_segment` 8 more a slot and segment.
-    `fingerprinted` is as of the last `settle`. Tensors that `alive` gives out belong to the side stream: work on them
-    inside `planning`.
+    `fingerprinted` is as of the last `settle`. The thread that builds it, the sweeper's, works on the side stream from
+    then on: what it does to the tensors that `alive` and `verify` give out is in order with the kernels.
 
     Args:
         pool: must lie on one GPU.
-        streams: the engine's streams that write KV, asked anew each time (they may be replaced).
+        streams: the engine's streams that write KV, asked anew in the turn of each launch (they may be replaced). What
+            it raises, say because the memory has been released, ends the chunk with nothing launched.
         per_segment: keep a fingerprint a segment too, so that a finding names the layer and half that differ.
         finite: also report rows of floats that hold an Inf or a NaN (check ``"not_finite"``).
         sm_budget: programs of a launch, one an SM; 0 = as many as there are SMs.
@@ -114,6 +116,7 @@ class CudaVerifier:
         self._next_buffers = 0
         self._unfenced: list[Any] = []  # given to launches that no token stands behind yet
         self._in_flight: deque[tuple[Any, list[Any]]] = deque()  # token, what must outlive it
+        self._device.adopt_thread()
         with self._turn():
             self._allocate(chunk_slots, seed)
             self._warm_up()
@@ -193,12 +196,10 @@ class CudaVerifier:
         with capture_lock, self._device.current():
             try:
                 yield
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
-                if isinstance(error, DeviceFailed):
-                    raise
                 reason = str(error).partition("\n")[0]
+                if isinstance(error, torch.OutOfMemoryError | DeviceFailed) or not re.search("CUDA|HIP", reason):
+                    raise
                 raise DeviceFailed(f"pool {self.pool.name}: the GPU reported: {reason}") from error
 
     def _after_engine(self) -> None:
@@ -301,8 +302,6 @@ class CudaVerifier:
         return self._verdict(len(chunk), buffers, stamps, fingerprints)
 
     def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
-        with capture_lock:
-            self._device.wait_for_caller()  # which may have worked on `alive`
         with self._turn():
             self._device.fill(self._settle_counters, 0)
             self._count_sealed(kernels.COUNT_SEALED_BEFORE)

@@ -41,17 +41,17 @@ class Device(Protocol):
             torch.OutOfMemoryError: if there is not enough.
         """
 
+    def adopt_thread(self) -> None:
+        """From now on this thread's torch operations run on the side stream, none on the default stream."""
+
     def current(self) -> AbstractContextManager[None]:
-        """Torch operations inside run on the side stream."""
+        """Torch operations inside run on the side stream, whatever the thread."""
 
     def capturing(self, stream: Any) -> bool:
         """Is a CUDA graph being captured on this stream of the engine?"""
 
     def wait_for(self, stream: Any) -> None:
         """The side stream waits for what `stream` has been given so far."""
-
-    def wait_for_caller(self) -> None:
-        """The side stream waits for the stream that is current in this thread."""
 
     def launch(self, kernel: Any, programs: int, *args: Any, **meta: Any) -> None: ...
 
@@ -93,6 +93,9 @@ class CudaDevice:
         with self.current():
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def adopt_thread(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
     @contextmanager
     def current(self) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
@@ -104,9 +107,6 @@ class CudaDevice:
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         self.stream.wait_stream(stream)
-
-    def wait_for_caller(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def launch(self, kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
         with self.current():

@@ -123,6 +123,21 @@ def test_a_read_waits_for_what_the_engine_enqueued(gpu):
     assert bool((new != old).all()) and bool((new == settled).all())
 
 
+def test_the_sweeper_thread_leaves_the_default_stream_alone(gpu):
+    """I4: once a verifier is built, what its thread does to tensors runs on the side stream, in order with kernels."""
+    from kvsweep.verify.cuda import CudaVerifier
+    from kvsweep.verify.device import side_stream
+
+    checks = CudaVerifier(pool_on(gpu), streams=tuple, seed=SEED)
+    assert torch.cuda.current_stream() == side_stream(gpu, None).stream
+    assert torch.cuda.current_stream() != torch.cuda.default_stream()
+    slots = torch.arange(SLOTS, device=gpu)
+    checks.mark(slots)
+    assert bool(checks.alive(slots).all())
+    checks.forget(slots[5:7])
+    assert checks.alive(slots).logical_not().nonzero().flatten().tolist() == [5, 6]
+
+
 def test_a_graph_can_be_captured_while_the_sweep_runs(gpu):
     """Issue 3: in the strictest capture mode, with `pause_for_capture`, nothing of kvsweep breaks the capture."""
     from kvsweep.verify.cuda import CudaVerifier
