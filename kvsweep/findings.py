@@ -193,6 +193,9 @@ class Findings:
         self.log.write(finding)
         return True
 
+    def is_open(self, id_: str) -> bool:
+        return id_ in self._open
+
     def close(self, id_: str) -> None:
         """This fault was looked for again and is gone."""
         self._open.pop(id_, None)

@@ -236,8 +236,7 @@ class Sweeper:
             logger.warning("deep pass %d took %.1f s, longer than the cycle target of %.1f s; held back by: %s",
                            record.number, record.duration, self.settings.cycle_target, reasons)  # fmt: skip
         self._publish.ended(record, self._verifiers)
-        still_open = {finding["id"] for finding in self.findings.known() if finding["open"]}
-        self._cases = {id_: case for id_, case in self._cases.items() if id_ in still_open}
+        self._cases = {id_: case for id_, case in self._cases.items() if self.findings.is_open(id_)}
         self.publish_gauges()
 
     async def _pace(self, walk: _Walk) -> None:
@@ -335,10 +334,10 @@ class Sweeper:
         """Apply the journal: freed slots lose fingerprint and mark. Returns its entries, oldest first."""
         journal = self.engine.journal
         overflows = journal.overflows
-        entries = journal.drain()
-        if journal.overflows != self._overflows:
-            self._overflows, self._forgot = overflows, True
         try:
+            entries = journal.drain()
+            if journal.overflows != self._overflows:
+                self._overflows, self._forgot = overflows, True
             for freed in entries:
                 for name, verifier in self._verifiers.items():
                     if freed.pool in ("*", name):
