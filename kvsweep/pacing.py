@@ -136,7 +136,7 @@ class Pacer:
 
     def __init__(self, settings: Settings, pressure: Callable[[], Pressure]) -> None:
         host, device = settings.duties
-        self.budgets = {"host_duty": Budget(host), "device_duty": Budget(device)}
+        self.budgets = {"host_duty": Budget(host, burst=0.01), "device_duty": Budget(device)}
         if settings.device_bytes_per_second:
             self.budgets["device_bytes"] = Budget(settings.device_bytes_per_second)
         self.throttled = dict.fromkeys((*self.budgets, "queue", "step_time", "measuring"), 0.0)
@@ -237,15 +237,19 @@ class Pacer:
             elif (measuring := self._measuring_until - time.monotonic()) > 0:
                 await self._hold_back({"measuring": 1.0}, measuring)
             elif wait > 0:
-                scale, pressure = self._scale(self._pressure())
-                held_back = {reason: scale, pressure: 1 - scale} if pressure else {reason: 1.0}
-                await self._hold_back(held_back, wait)
+                await self._hold_back(self._reasons(reason), wait)
             else:
                 break
 
     async def after_slice(self, held_seconds: float) -> None:
-        """Let go of the GIL after the gate: in proportion to the hold, so the scheduler finds both free."""
-        await anyio.sleep(held_seconds * 4)
+        """Let go of the GIL after the gate until the host budget is met, and at least in proportion to the hold.
+
+        A chunk's slices in a row would slow a few steps by milliseconds each; spread out, they slow every step by
+        next to nothing.
+        """
+        self._charge()
+        wait = self.budgets["host_duty"].wait()
+        await self._hold_back(self._reasons("host_duty"), max(wait, held_seconds * 4))
 
     def spend_device(self, seconds: float, bytes_read: int) -> None:
         """A launch was under way for this long and read this much."""
@@ -263,6 +267,11 @@ class Pacer:
         cpu = time.thread_time()
         self.budgets["host_duty"].spend(cpu - self._cpu)
         self._cpu = cpu
+
+    def _reasons(self, budget: str) -> dict[str, float]:
+        """What a wait for this budget is due to, in shares: the budget, and the pressure that has shrunk it."""
+        scale, pressure = self._scale(self._pressure())
+        return {budget: scale, pressure: 1 - scale} if pressure else {budget: 1.0}
 
     async def _hold_back(self, reasons: dict[str, float], seconds: float) -> None:
         """Sleep; the time slept counts for each reason in proportion."""

@@ -184,7 +184,7 @@ class Sweeper:
                     if not walk.only_new:
                         with self._stage("publish"):
                             self._publish.spans(spans, record, self.pools.values())
-                if walk.plans:
+                else:
                     plan = walk.plans[0]
                     verdict = await self._verify(plan)
                     self._drain()

@@ -1,11 +1,11 @@
 """What the sweep costs the scheduler: off, at default, at high, and SGLang's way, in one run, as ratios.
 
-    python tests/bench/scheduler.py [--slots 1000000] [--seconds 4] [--rounds 5] [--json]
+    python tests/bench/scheduler.py [--slots 1000000] [--seconds 0.7] [--rounds 40] [--json]
 
 The scheduler thread does what a real loop does, about 10 ms a step: prefix matches and inserts under the gate (pure
 Python, GIL held), evictions, and matrix products (torch, GIL released). The tree holds a million slots in 20,000 nodes.
-The modes take turns in short blocks, each between two blocks with the sweep off, so that a drift of the machine hits
-all alike. Passes follow each other without a rest (by default they would rest half of the time), so what is shown is
+Each mode alternates with the sweep off in short blocks, so that a drift of the machine hits both alike; the mode "off"
+alternates with itself and shows the noise. Passes follow each other without a rest (by default they would rest half of the time), so what is shown is
 the cost *during* a pass. SGLang's way is what `--kv-canary-sweep-interval 100` does on the forward thread: every 100
 steps one walk over the whole tree and one plan as long as the cache; its launch is not counted.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ import torch
 from kvsweep.config import Intensity, Settings
 from kvsweep.engine import Pressure
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig
+from kvsweep.engines.embedded.model import chain_hashes
+from kvsweep.engines.embedded.scheduler import CHAIN_ROOT
 from kvsweep.engines.embedded.synthetic import build_tree
 from kvsweep.engines.embedded.tree import Key
 from kvsweep.plan import plan_chunks
@@ -33,7 +34,7 @@ from kvsweep.tree import Spans
 
 SWEEP_INTERVAL = 100  # steps between SGLang's sweeps
 PREFIX, NEW = 256, 64  # tokens of a prompt that are shared, and that are its own
-MATCHES, INSERTS, PRODUCTS = 8, 2, 6  # of one step
+MATCHES, INSERTS, PRODUCTS = 8, 2, 2  # of one step
 MODES = ("off", "default", "high", "sglang")
 
 
@@ -79,6 +80,8 @@ class Loop:
                 engine.tree.evict(len(tokens))
             slots = engine.allocator.alloc(len(tokens))
             assert slots is not None, "more slots are asked for than the pool has"
+            chains = torch.from_numpy(chain_hashes(tokens, 0, CHAIN_ROOT)[:-1])
+            engine.model.full.stamp(slots, torch.from_numpy(tokens), torch.arange(len(tokens)), chains)
             engine.tree.insert(Key(tokens), slots)
 
 
@@ -93,65 +96,77 @@ def sglang_sweep(engine: EmbeddedEngine) -> int:
 
 @dataclass
 class Outcome:
-    """What one mode cost. Ratios are against the blocks with the sweep off around it, medians over the rounds."""
+    """Step times, in seconds, of one mode and of the blocks without it in between; and what the sweep says."""
 
-    steps: list[float] = field(default_factory=list)  # seconds
-    throughput: list[float] = field(default_factory=list)
-    p99: list[float] = field(default_factory=list)
+    on: list[float] = field(default_factory=list)
+    off: list[float] = field(default_factory=list)
     slots_per_second: float = 0.0
     wait_p999_us: float = 0.0
     host_duty: float = 0.0
 
     def summary(self) -> dict[str, float]:
+        on, off = np.array(self.on), np.array(self.off)
         return {
-            "throughput_ratio": round(statistics.median(self.throughput), 4),
-            "p99_ratio": round(statistics.median(self.p99), 4),
-            "p50_ms": round(float(np.percentile(self.steps, 50)) * 1e3, 3),
-            "p99_ms": round(float(np.percentile(self.steps, 99)) * 1e3, 3),
-            "max_ms": round(max(self.steps) * 1e3, 3),
+            "throughput_ratio": round(float(off.mean() / on.mean()), 4),
+            "p50_ratio": round(float(np.percentile(on, 50) / np.percentile(off, 50)), 4),
+            "p99_ratio": round(float(np.percentile(on, 99) / np.percentile(off, 99)), 4),
+            "max_ratio": round(float(on.max() / off.max()), 2),
+            "p50_ms": round(float(np.percentile(on, 50)) * 1e3, 2),
+            "p99_ms": round(float(np.percentile(on, 99)) * 1e3, 2),
+            "steps": len(on),
             "slots_per_second": round(self.slots_per_second),
-            "gate_wait_p999_us": round(self.wait_p999_us, 1),
+            "gate_wait_p999_us": round(self.wait_p999_us),
             "host_duty": round(self.host_duty, 4),
         }
 
 
-def block(loop: Loop, seconds: float, *, sync_sweep: bool = False) -> list[float]:
+def block(loop: Loop, seconds: float, into: list[float], *, sync_sweep: bool = False) -> None:
     """Step for that long; the duration of each step."""
-    durations: list[float] = []
-    end = time.perf_counter() + seconds
+    end, count = time.perf_counter() + seconds, 0
     while (begin := time.perf_counter()) < end:
-        durations.append(loop.step())
-        if sync_sweep and len(durations) % SWEEP_INTERVAL == 0:
+        into.append(loop.step())
+        count += 1
+        if sync_sweep and count == SWEEP_INTERVAL // 2:  # once in a block of about SWEEP_INTERVAL steps
             sglang_sweep(loop.engine)
-            durations[-1] = time.perf_counter() - begin
-    return durations
+            into[-1] = time.perf_counter() - begin
 
 
-def measure(loop: Loop, mode: str, seconds: float, outcome: Outcome) -> None:
-    """One block of `mode` between two halves with the sweep off."""
-    before = block(loop, seconds / 2)
+def measure(loop: Loop, mode: str, seconds: float, rounds: int) -> Outcome:
+    """`rounds` blocks of `mode` and as many without it, in the order off, on, on, off, so that drift hits both."""
+    outcome = Outcome()
+    service = None
     if mode in ("default", "high"):
         intensity = Intensity.NORMAL if mode == "default" else Intensity.HIGH
         service = Service(loop.engine, Settings(http=False, intensity=intensity, cycle_target=0.5))
         if not service.start():
             raise RuntimeError(service.reason)
-        block(loop, 0.5)  # the self-test and the first light pass are over
-        began, first = time.monotonic(), _verified(service)
-        durations = block(loop, seconds)
+        while not _verified(service):  # the self-test and the first chunk, with whatever they compile, are over
+            loop.step()
+        service.pause()
+    worked, first = 0.0, _verified(service)
+    for number in range(2 * rounds):
+        on = number % 4 in (1, 2)
+        if service is not None and on and service.state == "paused":
+            service.resume()
+        if service is not None and not on and service.state == "running":
+            service.pause()
+        block(loop, seconds / 10, [])  # what was under way is over
+        block(loop, seconds, outcome.on if on else outcome.off, sync_sweep=on and mode == "sglang")
+        worked += 1.1 * seconds * on
+    if service is not None:
+        outcome.slots_per_second = (_verified(service) - first) / worked
         status = service.status()
-        outcome.slots_per_second = (_verified(service) - first) / (time.monotonic() - began)
-        outcome.wait_p999_us = max(outcome.wait_p999_us, status["gate"]["wait_p999_us"])
-        outcome.host_duty = status["budgets"]["host_duty"]["used"]
+        outcome.wait_p999_us = status["gate"]["wait_p999_us"]
+        outcome.host_duty = 2 * status["budgets"]["host_duty"]["used"]  # it was paused half of the time
         service.stop()
-    else:
-        durations = block(loop, seconds, sync_sweep=mode == "sglang")
-    off = before + block(loop, seconds / 2)
-    outcome.steps += durations
-    outcome.throughput.append((len(durations) / sum(durations)) / (len(off) / sum(off)))
-    outcome.p99.append(float(np.percentile(durations, 99) / np.percentile(off, 99)))
+        if status["findings"]["confirmed"] or status["errors"]:
+            raise RuntimeError(f"nothing is wrong here, yet: {status['findings']}, {status['errors']}")
+    return outcome
 
 
-def _verified(service: Service) -> int:
+def _verified(service: Service | None) -> int:
+    if service is None:
+        return 0
     (pool,) = service.status()["coverage"]["pools"]
     return int(pool["verified"].get("position", 0))
 
@@ -162,14 +177,13 @@ def run(*, slots: int, nodes: int, seconds: float, rounds: int) -> dict[str, dic
     config = ModelConfig(layers=2, kv_heads=1, head_dim=16, full_slots=slots + 65_536, max_context=1024)
     engine = BusyEngine(config)
     build_tree(engine, nodes=nodes, slots=slots)
-    outcomes = {mode: Outcome() for mode in MODES}
+    outcomes: dict[str, Outcome] = {}
 
     def schedule() -> None:
         loop = Loop(engine)
-        block(loop, min(seconds, 2.0))
-        for _ in range(rounds):
-            for mode in MODES:
-                measure(loop, mode, seconds, outcomes[mode])
+        block(loop, 2.0, [])
+        for mode in MODES:
+            outcomes[mode] = measure(loop, mode, seconds, rounds)
 
     thread = threading.Thread(target=schedule, name="scheduler")
     thread.start()
@@ -181,8 +195,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=1_000_000)
     parser.add_argument("--nodes", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a block")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.7, help="of a block")
+    parser.add_argument("--rounds", type=int, default=40, help="blocks with and as many without")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     result = run(slots=given.slots, nodes=given.nodes, seconds=given.seconds, rounds=given.rounds)
