@@ -277,7 +277,10 @@ class CudaVerifier:
 
     async def verify(self, chunk: Chunk, *, stamps: bool = True, fingerprints: bool = True) -> Verdict:
         if len(chunk) > self.chunk_slots:
-            raise ValueError(f"pool {self.pool.name}: expected at most chunk_slots={self.chunk_slots} rows")
+            raise ValueError(
+                f"pool {self.pool.name}: a chunk of {len(chunk)} slots, but buffers for {self.chunk_slots} is what the GPU "
+                f"had room for at start: set chunk_slots to at most {self.chunk_slots}"
+            )
         await self._no_capture()
         self._next_buffers ^= 1
         buffers = self._buffers[self._next_buffers]
