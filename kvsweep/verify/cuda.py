@@ -278,8 +278,8 @@ class CudaVerifier:
     async def verify(self, chunk: Chunk, *, stamps: bool = True, fingerprints: bool = True) -> Verdict:
         if len(chunk) > self.chunk_slots:
             raise ValueError(
-                f"pool {self.pool.name}: a chunk of {len(chunk)} slots, but buffers for {self.chunk_slots} is what the GPU "
-                f"had room for at start: set chunk_slots to at most {self.chunk_slots}"
+                f"pool {self.pool.name}: a chunk of {len(chunk)} slots, but at start the GPU had room for buffers of "
+                f"{self.chunk_slots}: set chunk_slots to at most {self.chunk_slots}"
             )
         await self._no_capture()
         self._next_buffers ^= 1
