@@ -197,7 +197,7 @@ class World:
         )
         self.requests: list[Request] = []
         self.engine = StepEngine(self, config)
-        self.engine.journal = journal or FreeJournal()
+        self.engine.journal = FreeJournal() if journal is None else journal
         self.engine.attach()
         self.settings = Settings(chunk_slots=chunk_slots, http=False, per_segment=per_segment, **settings)
         self.findings = CheckedFindings(self)
@@ -220,7 +220,7 @@ class World:
         self._held_since: dict[tuple[str, int], int] = {}
         self._seen: Counter[tuple[str, int]] = Counter()  # complete passes that the slot was held throughout
         self._overflows = 0
-        self._overflowed = False  # during this pass
+        self._overflowed = False  # during this pass: what was in flight then counts as freed, and the pass as not full
         self._explained: set[tuple[str, int]] = set()
         self._chain_explained: set[tuple[str, int]] = set()
         self._pass: Coroutine[Any, Any, PassRecord] | None = None
@@ -257,7 +257,7 @@ class World:
             return
         tokens = np.array(request.tokens[start:end], np.int64)
         chains = chain_hashes(tokens, start, request.chain)
-        self._write(request.slots[start:end], torch.from_numpy(tokens), torch.arange(start, end),
+        self.write(request.slots[start:end], torch.from_numpy(tokens), torch.arange(start, end),
                     torch.from_numpy(chains[:-1]))  # fmt: skip
         request.computed, request.chain = end, int(chains[-1])
         self._tick()
@@ -326,6 +326,21 @@ class World:
                 self.engine.tree.evict_swa(count)
         self._tick()
 
+    def tombstone(self, node: Node) -> None:
+        """Give the node's window slots back, as `evict_swa` does with those it picks."""
+        with self.engine.gate:
+            self.engine.tree.tombstone(node)
+        self._tick()
+
+    def disown(self, node: Node) -> None:
+        """Take a leaf below the root out of the tree without freeing its slots, as if a request now owned them."""
+        with self.engine.gate:
+            tree = self.engine.tree
+            del tree.root().children[next(name for name, child in tree.root().children.items() if child is node)]
+            del tree._lru[node]
+            node.attached = False
+        self._tick()
+
     def flush(self, *, reallocate: bool = False) -> None:
         """Drop requests and cache; with `reallocate`, all KV memory too."""
         for request in tuple(self.requests):
@@ -349,14 +364,22 @@ class World:
         if kind == "bytes":
             tensors = [*memory.k.values(), *memory.v.values()]
             row = tensors[segment % len(tensors)].view(memory.num_slots, -1)[slot].view(torch.int32)
-            row[bit // 32 % row.numel()] ^= 1 << (bit % 31)
+            flipped = row, bit // 32 % row.numel()
             certain = self._seen[pool, slot] >= 2
             self._seen[pool, slot] = -(10**9)  # a candidate that was contradicted: its seal may be of the fault
         else:
-            memory.stamps.view(torch.int64)[segment % 2, slot, STAMP_FIELDS[kind]] ^= 1 << (bit % 31)
+            flipped = memory.stamps.view(torch.int64)[segment % 2, slot], STAMP_FIELDS[kind]
             certain = True
+        self._flip = flipped[0], flipped[1], 1 << (bit % 31)
+        self._flip[0][self._flip[1]] ^= self._flip[2]
         self.clock += 1
         self.faults[pool, slot] = Fault(kind, self.clock, certain)
+
+    def heal(self) -> None:
+        """Undo the last `plant`."""
+        row, index, bits = self._flip
+        row[index] ^= bits
+        self.faults.popitem()
 
     def held(self, pool: str) -> dict[int, int | None]:
         """slot of `pool` that the tree holds -> the slot before it there, None at the root."""
@@ -441,10 +464,10 @@ class World:
             return
         throughout = {where for where, since in self._held_since.items() if since <= self._pass_began}
         found = {(f.pool, f.slot) for f in self.confirmations if f.pass_number == record.number}
-        if not self._overflowed:
+        if not self._overflowed and not self.settings.unlocked_only:
             assert throughout <= self.verified, f"pass {record.number} did not verify {throughout - self.verified}"
         for where, fault in self.faults.items():
-            certain = fault.certain and fault.at <= self._pass_began and where in throughout
+            certain = fault.certain and fault.at <= self._pass_began and where in throughout and not self._overflowed
             if certain and fault.kind == "chain":  # compared with the slot before: that must have stayed as well
                 before = self.held(where[0])[where[1]]
                 certain = before is None or (where[0], before) in throughout
@@ -497,7 +520,7 @@ class World:
             self.engine.tree.lock(request.node, -1)
         self.requests.remove(request)
 
-    def _write(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, chains: torch.Tensor) -> None:
+    def write(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, chains: torch.Tensor) -> None:
         model = self.engine.model
         for pool, memory in (("full", model.full), ("swa", model.swa)):
             if memory is None:
