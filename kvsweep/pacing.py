@@ -22,7 +22,8 @@ from kvsweep.engine import Pressure
 FLOOR = 0.125  # share of its budgets that a sweep in time for its cycle target keeps under any pressure
 QUEUED = 0.5  # share of the budgets while requests wait
 IDLE_BOOST, IDLE_MAX = 8.0, 0.5  # an idle engine lends this many times the budget, at most half of a core or device
-TOLERATED = math.log(1.02)  # steps this much slower than with the sweep off are not yet a reason to back off
+TOLERATED = math.log(1.03)  # steps this much slower than with the sweep off are not yet a reason to back off
+DOUBT = 4.0  # standard errors: samples close in time are alike, and the question is asked every few seconds
 POLL_SECONDS = 0.1  # how often a pass is looked for that may be due by steps
 LIGHT_SHARE = 0.25  # of the host budget, for light passes: on a large tree they come less often than asked for
 LOOK_SECONDS = 0.05  # how often a step is sampled
@@ -86,7 +87,7 @@ class StepTimes:
     The logarithms are averaged, so that one long prefill does not outweigh a hundred decode steps.
     """
 
-    ENOUGH = 20  # samples of each side before a batch size counts
+    ENOUGH = 40  # samples of each side before a batch size counts
 
     def __init__(self) -> None:
         self._means: dict[bool, defaultdict[int, _Mean]] = {on: defaultdict(_Mean) for on in (True, False)}
@@ -235,9 +236,12 @@ class Pacer:
             if self.paused:
                 await self._sleep(60.0)
             elif (measuring := self._measuring_until - time.monotonic()) > 0:
-                await self._hold_back({"measuring": 1.0}, measuring)
+                await self._sleep(measuring)
+                self.throttled["measuring"] += measuring
             elif wait > 0:
-                await self._hold_back(self._reasons(reason), wait)
+                begin = time.monotonic()
+                await self._sleep(wait)
+                self._note_throttled(reason, time.monotonic() - begin)
             else:
                 break
 
@@ -249,7 +253,9 @@ class Pacer:
         """
         self._charge()
         wait = self.budgets["host_duty"].wait()
-        await self._hold_back(self._reasons("host_duty"), max(wait, held_seconds * 4))
+        await anyio.sleep(max(wait, held_seconds * 4))  # not `_sleep`, which costs several times as much
+        if wait > 0:
+            self._note_throttled("host_duty", wait)
 
     def spend_device(self, seconds: float, bytes_read: int) -> None:
         """A launch was under way for this long and read this much."""
@@ -268,17 +274,13 @@ class Pacer:
         self.budgets["host_duty"].spend(cpu - self._cpu)
         self._cpu = cpu
 
-    def _reasons(self, budget: str) -> dict[str, float]:
-        """What a wait for this budget is due to, in shares: the budget, and the pressure that has shrunk it."""
+    def _note_throttled(self, budget: str, seconds: float) -> None:
+        """Waited for this budget; where pressure has shrunk it, a part of the wait is the pressure's."""
         scale, pressure = self._scale(self._pressure())
-        return {budget: scale, pressure: 1 - scale} if pressure else {budget: 1.0}
-
-    async def _hold_back(self, reasons: dict[str, float], seconds: float) -> None:
-        """Sleep; the time slept counts for each reason in proportion."""
-        begin = time.monotonic()
-        await self._sleep(seconds)
-        for reason, share in reasons.items():
-            self.throttled[reason] += share * (time.monotonic() - begin)
+        if pressure is not None:
+            self.throttled[pressure] += (1 - scale) * seconds
+            seconds *= scale
+        self.throttled[budget] += seconds
 
     # ---- pressure ----
 
@@ -318,12 +320,12 @@ class Pacer:
     def adjust(self) -> None:
         """Halve the budgets' share if steps are slower, beyond doubt, than without the sweep; else give back a part."""
         slowdown = self.steps.slowdown()
-        if slowdown is not None and slowdown[0] - 2 * slowdown[1] > TOLERATED:
+        if slowdown is not None and slowdown[0] - DOUBT * slowdown[1] > TOLERATED:
             if self._step_scale > FLOOR:
                 self._step_scale = max(self._step_scale / 2, FLOOR)
                 self.steps.forget_sweeping()
         else:
-            self._step_scale = min(self._step_scale * 1.1, 1.0)
+            self._step_scale = min(self._step_scale * 1.25, 1.0)
 
     # ---- control ----
 

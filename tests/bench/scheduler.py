@@ -4,10 +4,11 @@
 
 The scheduler thread does what a real loop does, about 10 ms a step: prefix matches and inserts under the gate (pure
 Python, GIL held), evictions, and matrix products (torch, GIL released). The tree holds a million slots in 20,000 nodes.
-Each mode alternates with the sweep off in short blocks, so that a drift of the machine hits both alike; the mode "off"
-alternates with itself and shows the noise. Passes follow each other without a rest (by default they would rest half of the time), so what is shown is
-the cost *during* a pass. SGLang's way is what `--kv-canary-sweep-interval 100` does on the forward thread: every 100
-steps one walk over the whole tree and one plan as long as the cache; its launch is not counted.
+Each mode alternates with the sweep off in short blocks, so that a drift of the machine hits both alike; the mode
+"off" alternates with itself and shows the noise. Passes follow each other without a rest (by default they would rest
+part of the time), so what is shown is the cost *during* a pass. SGLang's way is what `--kv-canary-sweep-interval 100`
+does on the forward thread: every 100 steps one walk over the whole tree and one plan as long as the cache; its launch
+is not counted.
 """
 
 from __future__ import annotations
