@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -58,8 +59,11 @@ def demo(
 
     Exit code 0 if and only if the planted fault was found and nothing else was.
     """
-    from kvsweep.demo import Demo, DemoError
+    from kvsweep.demo import Demo, DemoError, fault_choices
 
+    if fault == "list":
+        print(fault_choices())
+        raise typer.Exit
     console = Console()
     log_to = RichHandler(console=console, show_path=False, show_level=True, markup=False)
     logging.basicConfig(level=logging.WARNING, handlers=[log_to], format="%(message)s", datefmt="%X")
@@ -99,22 +103,24 @@ def findings(
     if json_lines:
         print("\n".join(lines))
         return
-    Console().print(findings_table(records) if records else f"{file}: no findings")
+    console = Console()
+    console.print(findings_table(records, wide=console.width >= 130) if records else f"{file}: no findings")
 
 
-def findings_table(records: list[dict[str, Any]]) -> Table:
-    """Findings as a table, one row each."""
-    table = Table(title=f"{len(records)} finding{'s' * (len(records) != 1)}")
-    columns = ("confirmed", "check", "pool", "segment", "slot", "position", "prefix", "expected", "actual", "id")
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("slot", "position") else "left", no_wrap=True)
-    from datetime import datetime
-
+def findings_table(records: list[dict[str, Any]], *, wide: bool) -> Table:
+    """Findings as a table, one row each; `wide` adds what fits no narrow terminal."""
+    table = Table(title=f"{len(records)} finding{'s' * (len(records) != 1)}", pad_edge=False)
+    for column in ("confirmed", "check", "where", "token", "prefix"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("confirmed", "check"))
+    for column in ("expected", "actual", "id") if wide else ():
+        table.add_column(column, no_wrap=True)
     for record in records:
         when = datetime.fromtimestamp(record["confirmed_at"]).strftime("%m-%d %H:%M:%S")
-        cells = (record[name] for name in ("check", "pool", "segment", "slot", "position", "prefix_hash", "expected",
-                                           "actual", "id"))  # fmt: skip
-        table.add_row(when, *("-" if cell is None else str(cell) for cell in cells))
+        where = (record["pool"], record["segment"], "" if record["slot"] is None else f"slot {record['slot']}")
+        token = "" if record["position"] is None else f"{record['token']} at {record['position']}"
+        row = [when, record["check"], " ".join(part for part in where if part), token, record["prefix_hash"]]
+        row += [record["expected"], record["actual"], record["id"]] if wide else []
+        table.add_row(*("-" if cell in (None, "") else str(cell) for cell in row))
     return table
 
 

@@ -32,6 +32,11 @@ class DemoError(Exception):
     """The demo cannot run as asked; one line for the command line."""
 
 
+def fault_choices() -> str:
+    """What `--fault` can be, a line each."""
+    return "\n".join(f"  {name:15}{(function.__doc__ or '').strip()}" for name, function in FAULTS.items())
+
+
 class Demo:
     """One run. `run` returns the exit code: 0 iff the planted fault was found and nothing else was."""
 
@@ -50,8 +55,7 @@ class Demo:
         console: Console,
     ) -> None:
         if fault not in (*FAULTS, "none"):
-            choices = "\n".join(f"  {name:15}{(function.__doc__ or '').strip()}" for name, function in FAULTS.items())
-            raise DemoError(f"--fault {fault}: expected none or one of\n{choices}")
+            raise DemoError(f"--fault {fault}: expected none or one of\n{fault_choices()}")
         if fault == "swa_map" and not swa:
             raise DemoError("--fault swa_map needs a model with sliding-window layers: add --swa")
         if device == "cuda" and not torch.cuda.is_available():
