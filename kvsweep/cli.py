@@ -150,6 +150,27 @@ def ctl(
         _die(str(error))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which one; without a name they are listed.")] = "",
+) -> None:
+    """Run one of the benchmarks, e.g. `kvsweep bench gpu`; what follows the name is passed on to it."""
+    import runpy
+
+    package = Path(__file__).parent
+    folder = next(path for path in (package / "_bench", package.parent / "tests" / "bench") if path.is_dir())
+    scripts = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("test_")}
+    if name not in scripts:
+        for stem, path in scripts.items():
+            about = next((line for line in path.read_text(encoding="utf-8").splitlines() if line), "").strip('"')
+            print(f"  {stem:14}{about}")
+        _die(f"bench: expected one of {', '.join(scripts)}" + (f", not {name}" if name else ""))
+    sys.argv = [f"kvsweep bench {name}", *context.args]
+    sys.path.insert(0, str(folder))
+    runpy.run_path(str(scripts[name]), run_name="__main__")
+
+
 def _die(message: str) -> NoReturn:
     print(f"kvsweep: {message}", file=sys.stderr)
     raise typer.Exit(2)
