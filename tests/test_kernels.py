@@ -219,7 +219,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps, st.booleans())
 def test_slot_states_move_as_in_the_cpu_backend(steps, per_segment):
     """I1, I2, I3: whatever is read, written and freed in whatever order, both backends say the same: same hashes,

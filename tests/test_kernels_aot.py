@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # some 50 compilations
+
 REPOSITORY = Path(__file__).parent.parent
 ARCHITECTURES = (80, 90, 100)
 SHARED = {"BLOCK_SLOTS": 256}
@@ -56,6 +58,12 @@ def variants() -> dict[str, tuple[str, dict[str, Any], int]]:
         found[f"states, settle {step}"] = ("settle_kernel", constants, 4)
     for kernel in ("mark_kernel", "forget_kernel", "alive_kernel"):
         found[f"states, {kernel}"] = (kernel, SHARED, 4)
+    found["states, count_sealed_kernel"] = ("count_sealed_kernel", {"BLOCK": 4096}, 4)
+    # Triton compiles an argument that is 1 as a constant: a pool of one segment, a stamp of one source.
+    kernel, constants, warps = found["fingerprint, 128 words"]
+    found["fingerprint, 128 words, one segment"] = (kernel, {**constants, "num_segments": 1}, warps)
+    kernel, constants, warps = found["stamps, real_kv True"]
+    found["stamps, real_kv True, one source"] = (kernel, {**constants, "num_sources": 1}, warps)
     return found
 
 
@@ -166,7 +174,7 @@ def in_a_process_of_its_own(what: str, cache: Path) -> dict[str, Any]:
     """Other tests run the kernels under the interpreter, which a process chooses once."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, __file__, what]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -178,7 +186,7 @@ def compiled(request, tmp_path_factory):
 
 def test_nothing_spills_and_registers_stay_within_bounds(compiled):
     """Issue 3: no kernel touches local memory, on any architecture, and none needs more registers than stated."""
-    assert len(compiled) >= 17
+    assert len(compiled) >= 20
     for name, row in compiled.items():
         assert (row["spilled"], row["stack"], row["local"]) == (0, 0, 0), name
         bound = next(bound for kind, bound in reversed(REGISTERS.items()) if name.startswith(kind))
