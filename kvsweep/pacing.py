@@ -26,7 +26,7 @@ TOLERATED = math.log(1.03)  # steps this much slower than with the sweep off are
 DOUBT = 4.0  # standard errors: samples close in time are alike, and the question is asked every few seconds
 POLL_SECONDS = 0.1  # how often a pass is looked for that may be due by steps
 LIGHT_SHARE = 0.25  # of the host budget, for light passes: on a large tree they come less often than asked for
-LOOK_SECONDS = 0.05  # how often a step is sampled
+LOOK_SECONDS = 0.1  # how often a step is sampled
 ADJUST_SECONDS = 2.0  # how often step times may change the budgets
 MEASURE_EVERY, MEASURE_FOR = 10.0, 0.5  # during a long pass: a pause that shows the steps without the sweep
 
@@ -253,7 +253,7 @@ class Pacer:
         """
         self._charge()
         wait = self.budgets["host_duty"].wait()
-        await anyio.sleep(max(wait, held_seconds * 4))  # not `_sleep`, which costs several times as much
+        await self._nap(max(wait, held_seconds * 4))
         if wait > 0:
             self._note_throttled("host_duty", wait)
 
@@ -303,7 +303,7 @@ class Pacer:
         """Sample step times, with the sweep on and off, and adjust the budgets to what they say. Runs for ever."""
         steps = self._pressure().steps
         while True:
-            await self._sleep(LOOK_SECONDS)
+            await self._nap(LOOK_SECONDS)
             pressure, now = self._pressure(), time.monotonic()
             if pressure.steps != steps and pressure.last_step_seconds > 0:
                 steps = pressure.steps
@@ -343,6 +343,11 @@ class Pacer:
         self._changed.set()
         self._changed = anyio.Event()
 
+    async def _nap(self, seconds: float) -> None:
+        """Sleep that `wake` does not end; it costs a third."""
+        await anyio.sleep(seconds)
+
     async def _sleep(self, seconds: float) -> None:
+        """Sleep until `wake`, at most."""
         with anyio.move_on_after(seconds):
             await self._changed.wait()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -338,10 +338,9 @@ class Sweeper:
             entries = journal.drain()
             if journal.overflows != self._overflows:
                 self._overflows, self._forgot = overflows, True
-            for freed in entries:
-                for name, verifier in self._verifiers.items():
-                    if freed.pool in ("*", name):
-                        verifier.forget(freed.slots)
+            for name, verifier in self._verifiers.items():
+                for slots in _joined(freed.slots for freed in entries if freed.pool in ("*", name)):
+                    verifier.forget(slots)
         except Exception:  # the entries are gone: count everything as freed rather than miss one
             for verifier in self._verifiers.values():
                 verifier.forget(None)
@@ -408,14 +407,20 @@ class Sweeper:
                     record.confirmed += self._publish.finding(finding)
 
     async def _held(self, plan: Plan, rows: Sequence[int]) -> dict[int, bool]:
-        """row -> does the tree hold that slot at that position now? A gate slice a row: suspects are rare."""
+        """row -> does the tree hold that slot at that position now? As many rows a slice of the gate as fit."""
         held: dict[int, bool] = {}
-        for row in rows:
+        left = list(reversed(rows))
+        while left:
             with self._stage("settle"):
-                node, position = plan.spans.nodes[int(plan.span_of[row])], int(plan.positions[row])
+                deadline = time.perf_counter_ns() + int(self.settings.slice_us * 1000)
                 with self.engine.gate.held() as hold:
-                    slot = self.engine.tree.slot_at(node, position)
-                held[row] = slot is not None and slot == int(plan.tree_slots[row])
+                    while left:
+                        row = left.pop()
+                        node, position = plan.spans.nodes[int(plan.span_of[row])], int(plan.positions[row])
+                        slot = self.engine.tree.slot_at(node, position)
+                        held[row] = slot is not None and slot == int(plan.tree_slots[row])
+                        if time.perf_counter_ns() >= deadline:
+                            break
             await self.pacer.after_slice(hold.seconds)
         return held
 
@@ -512,3 +517,14 @@ class Sweeper:
         finally:
             self.busy_since = None
         self.metrics.stage_seconds.labels(stage=stage).observe(time.perf_counter() - begin)
+
+
+def _joined(freed: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The same slots in few tensors: a scheduler frees hundreds of times between two drains, a few slots each. Those
+    in GPU memory stay as they are: joining them would be work on a stream that has not waited for the engine's."""
+    slots = list(freed)
+    if any(part is None for part in slots):
+        return [None]
+    known = [part for part in slots if part is not None]
+    on_host = [part if part.dim() == 1 else part.reshape(-1) for part in known if not part.is_cuda]
+    return [*([torch.cat(on_host)] if on_host else []), *(part for part in known if part.is_cuda)]

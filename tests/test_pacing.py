@@ -45,6 +45,8 @@ class ClockedPacer(Pacer):
         await anyio.lowlevel.checkpoint()
         self.on_sleep()
 
+    _nap = _sleep
+
 
 class Load:
     def __init__(self) -> None:
