@@ -121,6 +121,7 @@ class FindingsLog:
     def _append(self, line: str) -> None:
         if self.path is None:
             return
+        whole: int | None = None  # bytes of whole lines
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +129,8 @@ class FindingsLog:
             size = os.fstat(self._file.fileno()).st_size
             if size and size + len(line) > self._max_bytes:
                 self._rotate()
+                size = 0
+            whole = size
             self._file.write(line)
             self._file.flush()
             if not self.writable:
@@ -139,6 +142,7 @@ class FindingsLog:
                              self.path, error)  # fmt: skip
             self.writable = False
             self._drop_file()
+            self._cut(whole)
 
     def _drop_file(self) -> None:
         """Let go of a file that failed; closing may fail on the bytes still buffered, which are lost either way."""
@@ -148,6 +152,14 @@ class FindingsLog:
                 file.close()
             except OSError as error:
                 logger.debug("closing %s after a failed write: %s", self.path, error)
+
+    def _cut(self, whole: int | None) -> None:
+        """Take back the part of a line that a full disk let through, so that every line of the file is JSON."""
+        if whole is not None and self.path is not None and self.path.is_file():
+            try:
+                os.truncate(self.path, whole)
+            except OSError as error:
+                logger.debug("cutting %s to %d bytes: %s", self.path, whole, error)
 
     def _rotate(self) -> None:
         assert self.path is not None

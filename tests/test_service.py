@@ -441,6 +441,35 @@ def test_findings_that_cannot_be_written(running: Callable[..., Service], path: 
     assert service.health() == (True, None)
 
 
+def test_a_disk_that_fills_up_and_is_cleared(tmp_path: Path) -> None:
+    """Issue 6: the findings log never holds half a line: what a full disk let through of one is taken back, and
+    lines follow again once there is room (the limit on file size stands for the disk: it, too, cuts a write short)."""
+    code = """
+        import json, resource, sys
+        from dataclasses import replace
+        from pathlib import Path
+        from kvsweep.findings import Finding, FindingsLog
+
+        fields = dict.fromkeys(Finding.__dataclass_fields__, 0)
+        finding = Finding(**{**fields, "check": "token", "message": "x" * 300, "labels": {}, "detail": {}})
+        log = FindingsLog(Path(sys.argv[1]), max_bytes=10**6, backups=1, per_minute=100)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1800, resource.RLIM_INFINITY))
+        for slot in range(10):
+            log.write(replace(finding, slot=slot))
+        assert not log.writable
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        log.write(replace(finding, slot=99))
+        assert log.writable
+    """
+    log = tmp_path / "findings.jsonl"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(code), str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    slots = [json.loads(line)["slot"] for line in log.read_text().splitlines()]
+    assert slots == [*range(len(slots) - 1), 99] and 2 <= len(slots) <= 6
+
+
 def test_a_taken_port_is_tried_again(running: Callable[..., Service]) -> None:
     """Issue 6: the sweep goes on without HTTP, the error is counted and says which knob, and the port is taken as
     soon as it is free (the old process of a rolling restart)."""
