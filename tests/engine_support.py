@@ -79,7 +79,7 @@ class StepVerifier(CpuVerifier):
 
     def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
         if seal:
-            self._world.verified |= {(self.pool.name, slot) for slot in chunk.slots[alive].tolist()}
+            self._world.settled(self.pool.name, set(chunk.slots[alive].tolist()) - {0})
         return super().settle(chunk, verdict, alive, pass_number, seal=seal)
 
 
@@ -219,6 +219,7 @@ class World:
         self.verified: set[tuple[str, int]] = set()  # (pool, slot) that this pass read and settled
         self._held_since: dict[tuple[str, int], int] = {}
         self._seen: Counter[tuple[str, int]] = Counter()  # complete passes that the slot was held throughout
+        self._disowned: set[int] = set()
         self._overflows = 0
         self._overflowed = False  # during this pass: what was in flight then counts as freed, and the pass as not full
         self._explained: set[tuple[str, int]] = set()
@@ -339,6 +340,8 @@ class World:
             del tree.root().children[next(name for name, child in tree.root().children.items() if child is node)]
             del tree._lru[node]
             node.attached = False
+            assert node.value is not None
+            self._disowned |= set(node.value.tolist())
         self._tick()
 
     def flush(self, *, reallocate: bool = False) -> None:
@@ -451,6 +454,12 @@ class World:
                 fault = self.faults.get((pool, before)) if before is not None else None
                 if fault is not None and fault.kind in ("token", "position", "chain"):
                     self._chain_explained.add((pool, slot))
+
+    def settled(self, pool: str, slots: set[int]) -> None:
+        """A chunk was settled: these slots of it count as not freed since the snapshot."""
+        gone = slots - self.held(pool).keys() - self._disowned
+        assert not gone, f"slots {gone} of pool {pool} were freed, and what was read of them was settled"
+        self.verified |= {(pool, slot) for slot in slots}
 
     def confirmed(self, finding: Finding) -> None:
         assert finding.check in DEEP_CHECKS and finding.slot is not None, f"false alarm: {finding.message}"
