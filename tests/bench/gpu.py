@@ -29,9 +29,10 @@ import torch
 
 from kvsweep.config import Settings
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig
-from kvsweep.engines.embedded.faults import plant
+from kvsweep.engines.embedded.faults import Planted, plant
 from kvsweep.engines.embedded.synthetic import build_tree
 from kvsweep.engines.embedded.traffic import Traffic, generate
+from kvsweep.engines.embedded.tree import Key
 from kvsweep.plan import plan_chunks
 from kvsweep.pool import KVPool
 from kvsweep.service import Service
@@ -236,18 +237,25 @@ def finding_rows(engine: EmbeddedEngine, seconds: float) -> list[str]:
         time.sleep(seconds)
         status = service.status()
         alarms, dismissed = status["findings"]["confirmed"], status["findings"]["dismissed"]
-        faults = []
-        latencies = []
-        for i in range(PLANTED):
-            prompt = [(7 * i + j) % engine.config.vocab for j in range(64)]
+        faults: list[Planted] = []
+        latencies: list[float] = []
+        missed = 0
+        while len(faults) < PLANTED:
+            prompt = [(7 * len(faults) + j) % engine.config.vocab for j in range(64)]
             generate(engine, prompt)
             passes = service.status()["passes"]["deep"]
             wait(lambda: service.status()["passes"]["deep"] >= passes + 3)  # noqa: B023 - called at once
-            planted = plant("bit_flip_k" if i % 2 else "bit_flip_v", engine, prompt, seed=i)
+            generate(engine, prompt)  # used again just now, so not the next to be evicted
+            try:
+                planted = plant("bit_flip_k" if len(faults) % 2 else "bit_flip_v", engine, prompt, seed=len(faults))
+            except ValueError:  # evicted all the same
+                continue
             faults.append(planted)
             begin = time.monotonic()
             if wait(lambda: any(map(planted.found_by, service.findings())), 30.0):  # noqa: B023
                 latencies.append(time.monotonic() - begin)
+            else:
+                missed += holds(engine, prompt, planted)
         passes = service.status()["passes"]["deep"]
         alarms += sum(not any(fault.explains(finding) for fault in faults) for finding in service.findings())
     finally:
@@ -258,8 +266,16 @@ def finding_rows(engine: EmbeddedEngine, seconds: float) -> list[str]:
     return [
         f"false alarms in {seconds:.0f} s of traffic, and findings later that no planted fault explains: {alarms} "
         f"(dismissed: {dismissed})",
-        f"single flipped bits found: {len(latencies)} of {PLANTED}{slowest}; deep passes in all: {passes}",
+        f"single flipped bits planted: {PLANTED}, found: {len(latencies)}{slowest}, missed: {missed}, evicted before a "
+        f"pass came by: {PLANTED - len(latencies) - missed}; deep passes in all: {passes}",
     ]
+
+
+def holds(engine: EmbeddedEngine, prompt: Sequence[int], planted: Planted) -> bool:
+    """Does the tree still hold the damaged slot on the prompt's path?"""
+    with engine.gate, engine.on_stream():
+        slots = engine.tree.slots(engine.tree.match(Key(np.array(prompt, dtype=np.int64))))
+    return not planted.slots.isdisjoint(slots.tolist())
 
 
 def wait(true: Callable[[], bool], seconds: float = 120.0) -> bool:
