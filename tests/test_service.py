@@ -148,7 +148,7 @@ def test_start_and_stop_leave_nothing_behind() -> None:
         eventually(lambda: not any("AnyIO" in thread.name for thread in threading.enumerate()), "worker thread gone")
         if round_number == 1:
             threads, files = me.num_threads(), me.num_fds()
-    assert (me.num_threads(), me.num_fds()) == (threads, files)
+    assert me.num_threads() <= threads and me.num_fds() <= files
 
 
 def test_a_restart_counts_nothing_twice(running: Callable[..., Service]) -> None:
