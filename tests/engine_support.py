@@ -77,10 +77,12 @@ class StepVerifier(CpuVerifier):
         await breathe()
         return verdict
 
-    def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
+    async def settle(
+        self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
+    ) -> Settled:
         if seal:
             self._world.settled(self.pool.name, set(chunk.slots[alive].tolist()) - {0})
-        return super().settle(chunk, verdict, alive, pass_number, seal=seal)
+        return await super().settle(chunk, verdict, alive, pass_number, seal=seal)
 
 
 def _joined(a: Verdict, b: Verdict, offset: int) -> Verdict:
@@ -495,6 +497,10 @@ class World:
         if overflows != self._overflows:  # all fingerprints go, and what this pass read with them
             self._overflows, self._overflowed = overflows, True
             self._seen = Counter({where: -1 if self.sweeping else 0 for where in now})
+            for where, fault in self.faults.items():
+                if fault.kind == "bytes":  # not found yet, it is what the next fingerprint is taken of
+                    self.faults[where] = replace(fault, certain=False)
+                    self._seen[where] = -(10**9)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
