@@ -54,6 +54,8 @@ class Settings(BaseSettings):
     per_segment: bool = Field(False, description="a fingerprint a layer and half, so that findings name it (8 B each)")
     selftest_every: int = Field(10, ge=0, description="deep passes between self-tests (0: at start only)")
     hang_seconds: Seconds = Field(60.0, description="a stage that takes longer has hung, and the sweeper stops itself")
+    sm_budget: int = Field(8, ge=0, description="SMs a verify launch may occupy on a GPU (0 = all)")
+    green_sms: int | None = Field(None, ge=1, description="confine the sweep to this many SMs by a green context")
     unlocked_only: bool = Field(False, description="skip nodes that a running request locks")
 
     # What it says

@@ -58,7 +58,7 @@ class Service:
         metrics: None makes series with the engine's labels in a registry of their own.
 
     Attributes:
-        port: what HTTP listens on; None while it does not (`http` off, or the port is taken: tried again).
+        port: what HTTP listens on; None while it does not.
         retry_seconds: first pause after an error; doubles with each error in a row.
     """
 
@@ -159,6 +159,9 @@ class Service:
         try:
             settings = self.settings = self.settings or load_settings()
             act = _action(settings.on_violation)
+            if settings.http:
+                self._listener = _listen(settings)
+                self.port = self._listener.getsockname()[1]
             log = self._log = FindingsLog(
                 settings.findings_path,
                 max_bytes=settings.findings_max_bytes,
@@ -184,7 +187,6 @@ class Service:
             async with anyio.create_task_group() as tasks:
                 self._cancel = tasks.cancel_scope
                 if settings.http:
-                    self._try_to_listen(settings)
                     tasks.start_soon(self._keep, "http", lambda: self._serve(settings))
                 tasks.start_soon(self._keep, "gauges", lambda: self._tick(sweeper))
                 tasks.start_soon(self._keep, "pressure", sweeper.pacer.watch)
@@ -251,14 +253,6 @@ class Service:
             with anyio.CancelScope(shield=True):
                 await server.shutdown(sockets=[listener])
             self._listener = self.port = None
-
-    def _try_to_listen(self, settings: Settings) -> None:
-        """Listen at once if possible, so that `start` returns with the port known; if not, `_serve` says why."""
-        try:
-            self._listener = _listen(settings)
-            self.port = self._listener.getsockname()[1]
-        except ConfigError:
-            self._listener = None
 
     async def _self_test(self, selftest: SelfTest, sweeper: Sweeper) -> None:
         try:
@@ -489,7 +483,12 @@ def make_verifier(pool: KVPool, settings: Settings, engine: Engine) -> Verifier:
         from kvsweep.verify.cuda import CudaVerifier
 
         return CudaVerifier(
-            pool, streams=engine.streams, per_segment=settings.per_segment, chunk_slots=settings.chunk_slots
+            pool,
+            streams=engine.streams,
+            per_segment=settings.per_segment,
+            sm_budget=settings.sm_budget,
+            green_sms=settings.green_sms,
+            chunk_slots=settings.chunk_slots,
         )
     from kvsweep.verify.cpu import CpuVerifier
 

@@ -188,7 +188,7 @@ class Sweeper:
                     plan = walk.plans[0]
                     verdict = await self._verify(plan)
                     self._drain()
-                    suspects = self._settle(plan, verdict, record)
+                    suspects = await self._settle(plan, verdict, record)
                     await self._confirm(plan, suspects, record)
                     with self._stage("publish"):
                         self._publish.chunk(plan, verdict, record, resident=not walk.only_new)
@@ -275,9 +275,8 @@ class Sweeper:
                 spans = self._new_spans(spans)
             for pool, verifier in self._verifiers.items():
                 with verifier.planning():
-                    planned = plan_chunks(
-                        spans, self.engine.tree, self.pools[pool], self._tree_slots, self.settings.chunk_slots
-                    )
+                    rows = min(self.settings.chunk_slots, verifier.chunk_slots)
+                    planned = plan_chunks(spans, self.engine.tree, self.pools[pool], self._tree_slots, rows)
                     plans += self._new_rows(planned, verifier) if walk.only_new else planned
             for plan in plans:
                 self._mark(plan)
@@ -356,20 +355,20 @@ class Sweeper:
             alive[1] &= self._verifiers[name].alive(before)
         return alive[0], alive[1]
 
-    def _settle_rows(self, plan: Plan, verdict: Verdict, pass_number: int, *, seal: bool) -> Settled:
+    async def _settle_rows(self, plan: Plan, verdict: Verdict, pass_number: int, *, seal: bool) -> Settled:
         """Settle what was read of rows whose slot is still theirs. A slot outlives the one before it where that loses
         its window slot or is replaced: only the row's place in the chain is unknown then."""
         alive, chained = self._alive(plan)
-        settled = self._verifiers[plan.pool.name].settle(plan.chunk, verdict, alive, pass_number, seal=seal)
+        settled = await self._verifiers[plan.pool.name].settle(plan.chunk, verdict, alive, pass_number, seal=seal)
         if any(suspect.check == "chain" for suspect in settled.suspects):
             known = chained.tolist()
             settled.suspects = [s for s in settled.suspects if s.check != "chain" or known[s.row]]
         return settled
 
-    def _settle(self, plan: Plan, verdict: Verdict, record: PassRecord) -> list[Suspect]:
+    async def _settle(self, plan: Plan, verdict: Verdict, record: PassRecord) -> list[Suspect]:
         """Commit what was read of slots that are still theirs; the suspects that remain."""
         with self._stage("settle"):
-            settled = self._settle_rows(plan, verdict, record.number, seal=self.settings.fingerprints)
+            settled = await self._settle_rows(plan, verdict, record.number, seal=self.settings.fingerprints)
             record.unreached[plan.pool.name] += settled.unsettled
             self._publish.skipped(plan.pool.name, "freed_meanwhile", settled.stale_rows)
             self._publish.skipped(plan.pool.name, "unsettled", settled.unsettled)
@@ -388,7 +387,7 @@ class Sweeper:
             again = plan.rows(rows)
             verdict = await self._verify(again)
             self._drain()
-            settled = self._settle_rows(again, verdict, record.number, seal=False)
+            settled = await self._settle_rows(again, verdict, record.number, seal=False)
             alive = self._alive(again)[0].tolist()
             still_wrong = {(rows[suspect.row], suspect.check, suspect.segment) for suspect in settled.suspects}
             held = await self._held(plan, [row for row, is_alive in zip(rows, alive, strict=True) if is_alive])
@@ -409,6 +408,7 @@ class Sweeper:
     async def _held(self, plan: Plan, rows: Sequence[int]) -> dict[int, bool]:
         """row -> does the tree hold that slot at that position now? As many rows a slice of the gate as fit."""
         held: dict[int, bool] = {}
+        slots = plan.tree_slots.tolist() if rows else []  # may wait for the device: not under the gate
         left = list(reversed(rows))
         while left:
             with self._stage("settle"):
@@ -418,7 +418,7 @@ class Sweeper:
                         row = left.pop()
                         node, position = plan.spans.nodes[int(plan.span_of[row])], int(plan.positions[row])
                         slot = self.engine.tree.slot_at(node, position)
-                        held[row] = slot is not None and slot == int(plan.tree_slots[row])
+                        held[row] = slot == slots[row]
                         if time.perf_counter_ns() >= deadline:
                             break
             await self.pacer.after_slice(hold.seconds)
@@ -436,7 +436,8 @@ class Sweeper:
                 self._mark(case)
                 verdict = await self._verify(case)
                 self._drain()
-                gone = not self._settle_rows(case, verdict, self.coverage.passes["deep"], seal=False).suspects
+                settled = await self._settle_rows(case, verdict, self.coverage.passes["deep"], seal=False)
+                gone = not settled.suspects
             if gone:
                 self.findings.close(id_)
                 del self._cases[id_]

@@ -34,7 +34,7 @@ async def seal(checks: CudaVerifier, chunk: Chunk) -> None:
     for number in (1, 2):
         checks.mark(chunk.slots)
         verdict = await checks.verify(chunk)
-        checks.settle(chunk, verdict, checks.alive(chunk.slots), number, seal=True)
+        await checks.settle(chunk, verdict, checks.alive(chunk.slots), number, seal=True)
 
 
 async def test_a_read_sees_what_the_engine_had_been_given_before_it():
@@ -296,7 +296,7 @@ async def test_a_slot_freed_during_its_read_is_stale():
     verdict = await checks.verify(chunk)
     assert verdict.suspect_count == 2
     checks.forget(torch.tensor([1]))
-    settled = checks.settle(chunk, verdict, checks.alive(chunk.slots), 3, seal=True)
+    settled = await checks.settle(chunk, verdict, checks.alive(chunk.slots), 3, seal=True)
     assert [suspect.row for suspect in settled.suspects] == [1]
     assert (settled.stale_rows, settled.verified_rows, settled.newly_sealed) == (1, 1, 0)
     assert checks.fingerprinted() == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ def verify(checks: CudaVerifier | CpuVerifier, chunk: Chunk, **which: bool) -> V
 
 
 def settle(checks: CudaVerifier | CpuVerifier, chunk: Chunk, verdict: Verdict, number: int, *, seal: bool = True):
-    return checks.settle(chunk, verdict, checks.alive(chunk.slots), number, seal=seal)
+    return asyncio.run(checks.settle(chunk, verdict, checks.alive(chunk.slots), number, seal=seal))
 
 
 def seal(checks: CudaVerifier, chunk: Chunk) -> None:
@@ -246,7 +248,7 @@ def test_slot_states_move_as_in_the_cpu_backend(steps, per_segment):
                 if number % 3 == 0:
                     checks.forget(freed)  # freed while it was read
                 alive = checks.alive(chunk.slots)
-                settled = checks.settle(chunk, verdict, alive, number // 2, seal=detail)
+                settled = asyncio.run(checks.settle(chunk, verdict, alive, number // 2, seal=detail))
                 read = verdict.fingerprints[chunk.slots > 0].tolist()
                 counts = (verdict.suspect_count, verdict.rows_read, verdict.verified, verdict.bytes_read)
                 seen.append((alive.tolist(), read, verdict.suspects, counts, settled, checks.fingerprinted()))

@@ -89,10 +89,12 @@ class Broken(CpuVerifier):
             suspects = [Suspect(row=0, check="token", segment="k", expected=1, actual=2)]
         return Verdict(**{**vars(verdict), "suspects": suspects, "suspect_count": len(suspects)})
 
-    def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
+    async def settle(
+        self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
+    ) -> Settled:
         if self.fault == "forgets":
             alive = torch.zeros_like(alive)
-        return super().settle(chunk, verdict, alive, pass_number, seal=seal and self.fault != "never seals")
+        return await super().settle(chunk, verdict, alive, pass_number, seal=seal and self.fault != "never seals")
 
 
 @pytest.mark.asyncio

@@ -470,17 +470,17 @@ def test_a_disk_that_fills_up_and_is_cleared(tmp_path: Path) -> None:
     assert slots == [*range(len(slots) - 1), 99] and 2 <= len(slots) <= 6
 
 
-def test_a_taken_port_is_tried_again(running: Callable[..., Service]) -> None:
-    """Issue 6: the sweep goes on without HTTP, the error is counted and says which knob, and the port is taken as
-    soon as it is free (the old process of a rolling restart)."""
+def test_a_taken_port_is_a_stopped_sweeper(running: Callable[..., Service], caplog: pytest.LogCaptureFixture) -> None:
+    """Issues 2 and 6, I4: nothing sweeps unseen: one line names the knobs, no hook is left, serving goes on, and a
+    later start works."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         service = running(port=port)
-        assert service.state == "running" and service.port is None
-        wait_passes(service, 1)
-        eventually(lambda: service.status()["errors"].get("http"), "the error is counted")
-        assert f"KVSWEEP_PORT={port}" in service.status()["last_error"]["message"]
-    eventually(lambda: service.port == port, "listens once the port is free")
+        assert service.state == "failed" and f"KVSWEEP_PORT={port}" in (service.reason or "")
+        assert [record.levelname for record in caplog.records].count("ERROR") == 1
+        assert "free" not in vars(service.engine.allocator.full)
+    service.stop()
+    assert service.start() and service.port == port
     assert get(service, "/healthz").status_code == 200
 
 

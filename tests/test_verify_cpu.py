@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def one_pass(verifier: CpuVerifier, chunk: Chunk, number: int) -> tuple[Verdict,
     """What the sweeper does with a chunk of which nothing is freed meanwhile."""
     verifier.mark(chunk.slots)
     verdict = read(verifier, chunk)
-    return verdict, verifier.settle(chunk, verdict, verifier.alive(chunk.slots), number, seal=True)
+    return verdict, asyncio.run(verifier.settle(chunk, verdict, verifier.alive(chunk.slots), number, seal=True))
 
 
 def signed_array(values: np.ndarray) -> list[int]:
@@ -287,7 +289,7 @@ def test_rows_freed_during_the_read_are_dropped() -> None:
     verifier.mark(chunk.slots)
     verdict = read(verifier, chunk)
     verifier.forget(torch.tensor([2, 99_999, -3]))  # indices a broken allocator might hand out do no harm
-    settled = verifier.settle(chunk, verdict, verifier.alive(chunk.slots), 3, seal=True)
+    settled = asyncio.run(verifier.settle(chunk, verdict, verifier.alive(chunk.slots), 3, seal=True))
     assert len(verdict.suspects) == 2 and [suspect.row for suspect in settled.suspects] == [0]
     assert (settled.stale_rows, settled.verified_rows, verifier.fingerprinted()) == (1, 2, 2)
 
@@ -297,7 +299,7 @@ def test_without_seal_nothing_is_committed() -> None:
     verifier, chunk = CpuVerifier(simple_pool(), seed=SEED), make_chunk([1])
     for number in (1, 2, 3):
         verifier.mark(chunk.slots)
-        verifier.settle(chunk, read(verifier, chunk), verifier.alive(chunk.slots), number, seal=False)
+        asyncio.run(verifier.settle(chunk, read(verifier, chunk), verifier.alive(chunk.slots), number, seal=False))
     assert verifier.fingerprinted() == 0
 
 

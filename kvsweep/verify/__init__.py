@@ -118,6 +118,7 @@ class Verifier(Protocol):
 
     pool: KVPool
     max_suspects: int
+    chunk_slots: int  # longest chunk that `verify` takes
 
     def planning(self) -> AbstractContextManager[None]:
         """Device work of building this pool's plans runs inside this (CUDA: on the side stream, not the default)."""
@@ -137,7 +138,9 @@ class Verifier(Protocol):
         Compares stamps with the chunk and sealed fingerprints with what was read. Commits nothing.
         """
 
-    def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
+    async def settle(
+        self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
+    ) -> Settled:
         """After the drain: drop rows that are not `alive` (bool [n]); with `seal`, commit candidates and seals."""
 
     def fingerprinted(self) -> int:

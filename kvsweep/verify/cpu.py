@@ -210,6 +210,7 @@ class CpuVerifier:
             raise ValueError(f"pool {pool.name} is on {pool.device}; the cpu backend reads host memory only")
         self.pool = pool
         self.max_suspects = max_suspects
+        self.chunk_slots = pool.num_slots  # anything: nothing is laid out beforehand
         self._rows = [_Rows(segment, pool.num_slots) for segment in pool.segments]
         self._stamps = [_Stamps(stamp, pool.num_slots) for stamp in pool.stamps]
         keys = make_keys(sum(segment.words for segment in pool.segments), seed)
@@ -293,7 +294,9 @@ class CpuVerifier:
             actual=int(actual.astype(np.int64)),
         )
 
-    def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
+    async def settle(
+        self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
+    ) -> Settled:
         kept = alive.numpy() & (chunk.slots.numpy() > 0)
         slots = chunk.slots.numpy()[kept]
         read = verdict.fingerprints.numpy().view(np.uint64)[kept]

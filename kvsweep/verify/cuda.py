@@ -304,7 +304,9 @@ class CudaVerifier:
             await self._completed(token)
         return self._verdict(len(chunk), buffers, stamps, fingerprints)
 
-    def settle(self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool) -> Settled:
+    async def settle(
+        self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
+    ) -> Settled:
         with self._turn():
             self._device.fill(self._settle_counters, 0)
             self._count_sealed(kernels.COUNT_SEALED_BEFORE)
@@ -318,10 +320,7 @@ class CudaVerifier:
             if verdict.suspects:
                 self._device.copy(self._host_alive[: len(chunk)], alive.view(torch.uint8))
             token = self._fence(chunk, verdict, alive)
-        # The protocol has `settle` synchronous. These kernels take microseconds, but they may stand behind what the
-        # engine had been given when the journal was drained.
-        while not self._query(token):
-            time.sleep(0.00005)
+        await self._completed(token)  # microseconds, or what the engine had been given when the journal was drained
         counters = self._host_settle_counters.tolist()
         self._sealed = counters[kernels.COUNT_SEALED_AFTER]
         kept = self._host_alive.tolist() if verdict.suspects else []

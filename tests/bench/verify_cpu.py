@@ -11,6 +11,7 @@ so that a neighbour that takes the core does not count. Goal: ratio >= 0.7.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import time
 
@@ -77,7 +78,7 @@ def main() -> None:
         for number in (1, 2):
             verifier.mark(part.slots)
             verdict = verifier._verify(part, False, True)
-            verifier.settle(part, verdict, verifier.alive(part.slots), number, seal=True)
+            asyncio.run(verifier.settle(part, verdict, verifier.alive(part.slots), number, seal=True))
     assert verifier.fingerprinted() == len(order)
     sums, prints = [], []
     for _ in range(arguments.rounds):

@@ -68,7 +68,9 @@ def test_compiled_kernels_equal_the_specification(gpu, per_segment, sm_budget):
         whole = chunk_of(torch.arange(1, SLOTS, device=gpu))
     for number in (1, 2):
         checks.mark(whole.slots)
-        checks.settle(whole, asyncio.run(checks.verify(whole)), checks.alive(whole.slots), number, seal=True)
+        asyncio.run(
+            checks.settle(whole, asyncio.run(checks.verify(whole)), checks.alive(whole.slots), number, seal=True)
+        )
     assert checks.fingerprinted() == SLOTS - 1
     torch.cuda.synchronize()
     pool.segments[4].tensor[99, 36] ^= 1
@@ -89,7 +91,7 @@ def test_the_steady_state_neither_synchronises_nor_allocates(gpu):
         checks.forget(chunk.slots[:16])
         checks.mark(chunk.slots)
         verdict = asyncio.run(checks.verify(chunk))
-        checks.settle(chunk, verdict, checks.alive(chunk.slots), number, seal=True)
+        asyncio.run(checks.settle(chunk, verdict, checks.alive(chunk.slots), number, seal=True))
 
     for number in range(3):
         one_chunk(number)
