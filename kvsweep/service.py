@@ -188,6 +188,7 @@ class Service:
                 self._cancel = tasks.cancel_scope
                 if settings.http:
                     tasks.start_soon(self._keep, "http", lambda: self._serve(settings))
+                tasks.start_soon(self._heartbeat)
                 tasks.start_soon(self._keep, "gauges", lambda: self._tick(sweeper))
                 tasks.start_soon(self._keep, "pressure", sweeper.pacer.watch)
                 tasks.start_soon(self._sweep, sweeper)
@@ -232,10 +233,15 @@ class Service:
             retry = min(retry * 2, MAX_RETRY_SECONDS)
 
     async def _tick(self, sweeper: Sweeper) -> None:
-        """Gauges that change by the clock, and the sign of life that the watchdog looks for."""
+        """Gauges that change by the clock."""
+        while True:
+            sweeper.publish_gauges()
+            await anyio.sleep(TICK_SECONDS)
+
+    async def _heartbeat(self) -> None:
+        """The sign of life that the watchdog looks for."""
         while True:
             self._beat = time.monotonic()
-            sweeper.publish_gauges()
             await anyio.sleep(TICK_SECONDS)
 
     async def _serve(self, settings: Settings) -> None:
