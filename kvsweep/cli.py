@@ -74,7 +74,7 @@ def demo(
             intensity=intensity or Intensity.HIGH,
             findings_path=findings_path,
             cycle_target=2.0,
-            light_interval=1.0,
+            light_interval=0.3,
             per_segment=True,
         )
         run = Demo(settings, fault=fault, fault_after=fault_after, serve=serve, device=device, swa=swa,

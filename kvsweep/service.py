@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -30,13 +28,12 @@ from kvsweep.findings import Finding, Findings, FindingsLog
 from kvsweep.http import create_app
 from kvsweep.metrics import Metrics
 from kvsweep.pacing import Pacer
-from kvsweep.pool import KVPool
 from kvsweep.selftest import SelfTest, SelfTestFailed
 from kvsweep.status import sweeper_status, unhealthy
 from kvsweep.sweeper import Sweeper
 from kvsweep.tree import Gate
-from kvsweep.verify import Verifier
 from kvsweep.watchdog import Watchdog, survive_fork
+from kvsweep.wiring import listen, make_verifier, violation_action
 
 logger = logging.getLogger("kvsweep")
 
@@ -158,9 +155,9 @@ class Service:
         selftest: SelfTest | None = None
         try:
             settings = self.settings = self.settings or load_settings()
-            act = _action(settings.on_violation)
+            act = violation_action(settings.on_violation)
             if settings.http:
-                self._listener = _listen(settings)
+                self._listener = listen(settings)
                 self.port = self._listener.getsockname()[1]
             log = self._log = FindingsLog(
                 settings.findings_path,
@@ -246,7 +243,7 @@ class Service:
 
     async def _serve(self, settings: Settings) -> None:
         """The HTTP port; it outlives a failed sweeper, so that it can say so."""
-        listener = self._listener = self._listener or _listen(settings)
+        listener = self._listener = self._listener or listen(settings)
         self.port = listener.getsockname()[1]
         app = create_app(self, token=settings.token)
         server = uvicorn.Server(
@@ -481,57 +478,3 @@ class Service:
 
     def _stage(self) -> str:
         return self._sweeper.stage if self._sweeper else "start"
-
-
-def make_verifier(pool: KVPool, settings: Settings, engine: Engine) -> Verifier:
-    """The backend for a pool: Triton where it lies on a GPU, numba where it lies in host memory."""
-    if pool.device.type == "cuda":
-        from kvsweep.verify.cuda import CudaVerifier
-
-        return CudaVerifier(
-            pool,
-            streams=engine.streams,
-            per_segment=settings.per_segment,
-            sm_budget=settings.sm_budget,
-            green_sms=settings.green_sms,
-            chunk_slots=settings.chunk_slots,
-        )
-    from kvsweep.verify.cpu import CpuVerifier
-
-    return CpuVerifier(pool, per_segment=settings.per_segment)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    """A listening socket, bound here so that what is wrong with the address is known before anything starts."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(128)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on KVSWEEP_HOST={settings.host} KVSWEEP_PORT={settings.port}: {error.strerror or error}; "
-            "give a free port (0 picks one) and an address of this machine"
-        ) from error
-    return listener
-
-
-def _action(on_violation: str) -> Callable[[Finding], None] | None:
-    """What KVSWEEP_ON_VIOLATION asks for, beyond the log line that every finding gets."""
-    if on_violation == "log":
-        return None
-    if on_violation == "exit":
-        return lambda finding: os.kill(os.getpid(), signal.SIGTERM)
-    module, _, name = on_violation.partition(":")
-    try:
-        target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"KVSWEEP_ON_VIOLATION={on_violation}: {error}") from error
-    if not callable(target):
-        raise ConfigError(f"KVSWEEP_ON_VIOLATION={on_violation}: {name} is not callable")
-    return lambda finding: target(finding.to_dict())

@@ -185,7 +185,7 @@ def free_in_tree(target: Target) -> Planted:
         fault="free_in_tree",
         pool="full",
         slots=frozenset(slots.tolist()),
-        checks=frozenset(["free_in_tree"]),
+        checks=frozenset(["free_in_tree", "duplicate_owner"]),  # the second once the slot has been given away again
         also=frozenset([*reused, ("chain", target.slot(1)), ("accounting", -1)]),
         what=f"full slots {slots.tolist()} freed while node {target.node.id} holds them",
     )
