@@ -9,7 +9,7 @@ import torch
 
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import PrefixTree, Spans
-from kvsweep.verify import Chunk
+from kvsweep.verify import Chunk, Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,32 @@ def plan_chunks(spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, c
         )
         for part in parts
     ]
+
+
+def new_spans(spans: Spans, verifier: Verifier, tree_slots: int) -> Spans:
+    """The spans with a slot that nobody has read since it was last free: one that was read keeps its mark. Waits for
+    the device, so for host memory only."""
+    new = Spans()
+    if not len(spans):
+        return new
+    slots = torch.cat(spans.values).to(torch.int64)
+    some = ~verifier.alive(torch.where((slots > 0) & (slots < tree_slots), slots, 0)).numpy()
+    firsts = np.cumsum([0, *(value.numel() for value in spans.values[:-1])])
+    for i in np.flatnonzero(np.add.reduceat(some, firsts)).tolist():
+        new.copy(spans, i)
+    return new
+
+
+def new_rows(plan: Plan, verifier: Verifier) -> Plan:
+    """The plan with slot 0, which is skipped, in each row that was read before. A GPU gets a launch for every plan:
+    nothing may wait to hear whether there is anything new in it."""
+    new = ~verifier.alive(plan.chunk.slots)
+    return replace(
+        plan,
+        chunk=replace(plan.chunk, slots=torch.where(new, plan.chunk.slots, 0)),
+        tree_slots=torch.where(new, plan.tree_slots, 0),
+        tree_prev_slots=torch.where(new, plan.tree_prev_slots, 0),
+    )
 
 
 def _mapped(slot_map: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:

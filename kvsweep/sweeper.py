@@ -15,9 +15,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from kvsweep.checks.light import LightPass
@@ -28,7 +27,7 @@ from kvsweep.engine import Engine
 from kvsweep.findings import Finding, Findings
 from kvsweep.metrics import Metrics
 from kvsweep.pacing import Pacer
-from kvsweep.plan import Plan, plan_chunks
+from kvsweep.plan import Plan, new_rows, new_spans, plan_chunks
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.publish import DEEP_CHECKS, Publisher, light_checks
 from kvsweep.tree import Cursor, Spans
@@ -272,40 +271,15 @@ class Sweeper:
         with self._stage("plan"):
             plans: list[Plan] = []
             if walk.only_new and self.pools[self._tree_pool].device.type == "cpu":
-                spans = self._new_spans(spans)
+                spans = new_spans(spans, self._verifiers[self._tree_pool], self._tree_slots)
             for pool, verifier in self._verifiers.items():
                 with verifier.planning():
                     rows = min(self.settings.chunk_slots, verifier.chunk_slots)
                     planned = plan_chunks(spans, self.engine.tree, self.pools[pool], self._tree_slots, rows)
-                    plans += self._new_rows(planned, verifier) if walk.only_new else planned
+                    plans += (new_rows(plan, verifier) for plan in planned) if walk.only_new else planned
             for plan in plans:
                 self._mark(plan)
             walk.plans.extend(plans)
-
-    def _new_spans(self, spans: Spans) -> Spans:
-        """The spans with a slot that nobody has read since it was last free: one that was read keeps its mark."""
-        new = Spans()
-        if not len(spans):
-            return new
-        slots = torch.cat(spans.values).to(torch.int64)
-        slots = torch.where((slots > 0) & (slots < self._tree_slots), slots, 0)
-        some = ~self._verifiers[self._tree_pool].alive(slots).numpy()
-        firsts = np.cumsum([0, *(value.numel() for value in spans.values[:-1])])
-        for i in np.flatnonzero(np.add.reduceat(some, firsts)).tolist():
-            new.copy(spans, i)
-        return new
-
-    def _new_rows(self, plans: list[Plan], verifier: Verifier) -> Iterator[Plan]:
-        """The plans with slot 0, which is skipped, in each row that was read before. A GPU gets a launch for every
-        plan: nothing may wait to hear whether there is anything new in it."""
-        for plan in plans:
-            new = ~verifier.alive(plan.chunk.slots)
-            yield replace(
-                plan,
-                chunk=replace(plan.chunk, slots=torch.where(new, plan.chunk.slots, 0)),
-                tree_slots=torch.where(new, plan.tree_slots, 0),
-                tree_prev_slots=torch.where(new, plan.tree_prev_slots, 0),
-            )
 
     def _mark(self, plan: Plan) -> None:
         for name, slots, before in self._marks(plan):
