@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig, Request
@@ -146,6 +146,9 @@ def test_slots_are_conserved(page_size: int, window: int) -> None:
 
     @settings(max_examples=15, deadline=None)
     @given(actions=actions)
+    @example(
+        actions=[("submit", seed, 60, 40) for seed in range(5)]
+    )  # more than fits: retracts, whatever else is drawn
     def run(actions: list[tuple]) -> None:
         engine.flush()
         requests: list[Request] = []
