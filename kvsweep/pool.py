@@ -141,3 +141,9 @@ class KVPool:
     def row_bytes(self) -> int:
         """Bytes of one slot over all segments."""
         return sum(segment.row_bytes for segment in self.segments)
+
+
+def slots_of_pages(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    """int64 [pages * page_size]: the slots of these pages (int, any shape), on their device."""
+    offsets = torch.arange(page_size, device=pages.device)
+    return (pages.reshape(-1, 1).to(torch.int64) * page_size + offsets).reshape(-1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -312,8 +312,8 @@ class Sweeper:
             if journal.overflows != self._overflows:
                 self._overflows, self._forgot = overflows, True
             for name, verifier in self._verifiers.items():
-                for slots in _joined(freed.slots for freed in entries if freed.pool in ("*", name)):
-                    verifier.forget(slots)
+                for slots, page_size in _joined(freed for freed in entries if freed.pool in ("*", name)):
+                    verifier.forget(slots, page_size)
         except Exception:  # the entries are gone: count everything as freed rather than miss one
             for verifier in self._verifiers.values():
                 verifier.forget(None)
@@ -494,12 +494,17 @@ class Sweeper:
         self.metrics.stage_seconds.labels(stage=stage).observe(time.perf_counter() - begin)
 
 
-def _joined(freed: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The same slots in few tensors: a scheduler frees hundreds of times between two drains, a few slots each. Those
-    in GPU memory stay as they are: joining them would be work on a stream that has not waited for the engine's."""
-    slots = list(freed)
-    if any(part is None for part in slots):
-        return [None]
-    known = [part for part in slots if part is not None]
-    on_host = [part if part.dim() == 1 else part.reshape(-1) for part in known if not part.is_cuda]
-    return [*([torch.cat(on_host)] if on_host else []), *(part for part in known if part.is_cuda)]
+def _joined(freed: Iterable[Freed]) -> list[tuple[torch.Tensor | None, int]]:
+    """The same (slots or pages, page size) in few tensors: a scheduler frees hundreds of times between two drains, a
+    few slots each. Those in GPU memory stay as they are: joining them would be work on a stream that has not waited
+    for the engine's."""
+    joined: list[tuple[torch.Tensor | None, int]] = []
+    on_host: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for _, slots, page_size in freed:
+        if slots is None:
+            return [(None, 1)]
+        if slots.is_cuda:
+            joined.append((slots, page_size))
+        else:
+            on_host[page_size].append(slots if slots.dim() == 1 else slots.reshape(-1))
+    return [*((torch.cat(parts), page_size) for page_size, parts in on_host.items()), *joined]

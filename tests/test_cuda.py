@@ -12,6 +12,7 @@ import torch
 from cuda_support import EngineStream, PaperDevice, make_chunk, make_pool, make_segment, stamp
 
 from kvsweep.pool import KVPool, RealKvMode, Segment
+from kvsweep.tree import FreeJournal
 from kvsweep.verify import Chunk, kernels
 from kvsweep.verify.cuda import CudaVerifier
 from kvsweep.verify.device import DeviceFailed, capture_lock, pause_for_capture
@@ -82,6 +83,22 @@ async def test_indices_of_freed_slots_are_read_after_the_engine_wrote_them():
     alive = checks.alive(chunk.slots)
     device.run()
     assert alive.tolist() == [False, False]
+
+
+async def test_pages_of_freed_slots_are_read_after_the_engine_wrote_them():
+    """I2, I7: a paged allocator frees page ids, which its stream may still have to compute; the slots they stand for
+    are worked out behind the wait for it, and not when the journal is drained."""
+    forward = EngineStream("forward")
+    checks = make(PaperDevice(eager=True), forward)
+    chunk = make_chunk([3, 4, 5, 6])
+    await seal(checks, chunk)
+    pages, journal = torch.zeros(1, dtype=torch.int64), FreeJournal()
+    journal.freed("full", pages, 2)
+    forward.give(lambda: pages.fill_(2))
+    (entry,) = journal.drain()
+    assert entry.slots is not None and forward._ran == 0
+    checks.forget(entry.slots, entry.page_size)
+    assert checks.alive(chunk.slots).tolist() == [True, False, False, True]
 
 
 async def test_what_a_launch_reads_lives_until_it_ran():

@@ -163,6 +163,16 @@ def test_an_overflow_frees_everything_once(limit: dict[str, int]) -> None:
     assert drained(journal) == [("full", [1, 2])] and journal.overflows == 1
 
 
+def test_a_free_that_cannot_be_noted_counts_as_an_overflow() -> None:
+    """I2, I6: what the journal had no memory for may be any slot; that fingerprints were dropped for it is counted."""
+    journal = FreeJournal()
+    journal.freed("full", torch.tensor([1]))
+    journal.lost()
+    assert journal.overflows == 1 and journal.drain() == [Freed("*", None)]
+    journal.freed("full", torch.tensor([2]))
+    assert drained(journal) == [("full", [2])] and journal.overflows == 1
+
+
 def test_no_free_is_lost_between_threads() -> None:
     """I2: whatever the two threads do, a free appended before a drain began is in it or under a "*"."""
     journal, frees = FreeJournal(max_entries=50), 20_000

@@ -10,7 +10,7 @@ import torch
 
 from kvsweep.checks import structural
 from kvsweep.checks.views import AllocatorView
-from kvsweep.pool import KVPool
+from kvsweep.pool import KVPool, slots_of_pages
 from kvsweep.tree.journal import Freed
 
 
@@ -92,5 +92,6 @@ def mark_freed(freed: Mapping[str, torch.Tensor], entries: Sequence[Freed]) -> N
             if entry.slots is None:
                 mask.fill_(True)
             else:
-                slots = entry.slots.reshape(-1).to(mask.device, torch.int64)
+                slots = entry.slots if entry.page_size == 1 else slots_of_pages(entry.slots, entry.page_size)
+                slots = slots.reshape(-1).to(mask.device, torch.int64)
                 mask.index_fill_(0, slots[(slots >= 0) & (slots < mask.numel())], True)

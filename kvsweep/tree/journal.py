@@ -9,10 +9,15 @@ import torch
 
 
 class Freed(NamedTuple):
-    """One entry: these slots of this pool were freed; `slots` None means every slot of the pool was."""
+    """One entry: these slots of this pool were freed; `slots` None means every slot of the pool was.
+
+    With `page_size` above 1, `slots` lists pages of that many slots: they stay as the engine freed them until its
+    streams, which may still have to write them, have been waited for (promise I7).
+    """
 
     pool: str
     slots: torch.Tensor | None
+    page_size: int = 1
 
 
 class FreeJournal:
@@ -41,26 +46,28 @@ class FreeJournal:
         self._overflowed = False
         self.overflows = 0
 
-    def freed(self, pool: str, slots: torch.Tensor) -> None:
-        """Scheduler side: note int tensor `slots` (any shape) of `pool`, before they are freed."""
+    def freed(self, pool: str, slots: torch.Tensor, page_size: int = 1) -> None:
+        """Scheduler side: note int tensor `slots` (any shape) of `pool`, before they are freed; see `Freed`."""
         if slots.numel() and self._room():
             self._noted += slots.numel()
-            self._entries.append(Freed(pool, slots.clone() if slots._is_view() else slots))
+            self._entries.append(Freed(pool, slots.clone() if slots._is_view() else slots, page_size))
 
     def cleared(self, pool: str = "*") -> None:
         """Scheduler side: every slot of `pool` (``"*"``: of every pool) is about to be freed."""
         if self._room():
             self._entries.append(Freed(pool, None))
 
-    def _room(self) -> bool:
-        """False from an overflow to the next drain, which counts all that happened until then as freed."""
-        if self._overflowed:
-            return False
-        if len(self._entries) >= self._max_entries or self._noted - self._drained >= self._max_slots:
+    def lost(self) -> None:
+        """Scheduler side: a free is about to take effect that cannot be noted; it counts as an overflow."""
+        if not self._overflowed:
             self.overflows += 1
             self._overflowed = True  # nothing is cleared here: what fills the journal is let go in the other thread
-            return False
-        return True
+
+    def _room(self) -> bool:
+        """False from an overflow to the next drain, which counts all that happened until then as freed."""
+        if len(self._entries) >= self._max_entries or self._noted - self._drained >= self._max_slots:
+            self.lost()
+        return not self._overflowed
 
     def drain(self) -> list[Freed]:
         """Sweeper side: all entries appended so far, oldest first."""

@@ -129,8 +129,9 @@ class Verifier(Protocol):
     def alive(self, slots: torch.Tensor) -> torch.Tensor:
         """bool [n]: still marked, that is, not freed since `mark`. Slots <= 0 are alive."""
 
-    def forget(self, slots: torch.Tensor | None) -> None:
-        """These slots (None: all) were freed: drop fingerprints and marks. Any int dtype, any device."""
+    def forget(self, slots: torch.Tensor | None, page_size: int = 1) -> None:
+        """These slots (None: all) were freed: drop fingerprints and marks. Any int dtype, any device. With `page_size`
+        above 1 they are pages of that many slots. Reads them after the engine's streams have written them (I7)."""
 
     async def verify(self, chunk: Chunk, *, stamps: bool = True, fingerprints: bool = True) -> Verdict:
         """Read every row once, ordered after all that the engine's streams had been given by the call (I7).

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import torch
 
-from kvsweep.pool import KVPool, RealKvMode, Segment, StampBuffer
+from kvsweep.pool import KVPool, RealKvMode, Segment, StampBuffer, slots_of_pages
 from kvsweep.verify import REASON_BITS, Chunk, Settled, Suspect, Verdict
 from kvsweep.verify.hashing import CHAIN_ROOT_SEED, make_keys, s
 
@@ -231,10 +231,11 @@ class CpuVerifier:
         index = slots.numpy()
         return torch.from_numpy((index <= 0) | (self._state[np.maximum(index, 0)] >= MARK))
 
-    def forget(self, slots: torch.Tensor | None) -> None:
+    def forget(self, slots: torch.Tensor | None, page_size: int = 1) -> None:
         if slots is None:
             self._state[:] = 0
         else:
+            slots = slots if page_size == 1 else slots_of_pages(slots, page_size)
             index = slots.reshape(-1).to("cpu", torch.int64).numpy()
             self._state[index[(index >= 0) & (index < self._state.size)]] = 0
 

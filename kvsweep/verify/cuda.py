@@ -26,7 +26,7 @@ import anyio
 import numpy as np
 import torch
 
-from kvsweep.pool import KVPool, RealKvMode, Segment, StampBuffer
+from kvsweep.pool import KVPool, RealKvMode, Segment, StampBuffer, slots_of_pages
 from kvsweep.verify import REASON_BITS, Chunk, Settled, Suspect, Verdict, kernels
 from kvsweep.verify.device import Device, DeviceFailed, capture_lock, side_stream
 from kvsweep.verify.device import pause_for_capture as pause_for_capture
@@ -263,13 +263,16 @@ class CudaVerifier:
             self._launch_rows(kernels.alive_kernel, slots, alive)
         return alive.view(torch.bool)
 
-    def forget(self, slots: torch.Tensor | None) -> None:
+    def forget(self, slots: torch.Tensor | None, page_size: int = 1) -> None:
         with self._turn():
             if slots is None:
                 self._device.fill(self._state, 0)
                 self._sealed = 0
                 return
             self._after_engine()  # which wrote these indices
+            if page_size > 1:
+                self._unfenced.append(slots)
+                slots = slots_of_pages(slots, page_size)
             if slots.device != self.pool.device:
                 self._unfenced.append(slots)
                 slots = slots.to("cpu", torch.int64).pin_memory().to(self.pool.device, non_blocking=True)

@@ -13,7 +13,9 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang_caches import mha_pool, plain_allocator, swa_pool
 
 from kvsweep.engines.sglang.engine import _leaf_allocators
-from kvsweep.engines.sglang.hooks import Patches, SlotJournal, UnsupportedSGLang, journal_frees
+from kvsweep.engines.sglang.hooks import Patches, UnsupportedSGLang, journal_frees
+from kvsweep.pool import slots_of_pages
+from kvsweep.tree import FreeJournal
 
 pytestmark = pytest.mark.sglang
 SIZE = 256
@@ -41,7 +43,7 @@ steps = st.lists(
 class Watch:
     """Ownership by slot, from outside: what was handed out, freed, and seen in the journal since."""
 
-    def __init__(self, allocator, journal: SlotJournal) -> None:
+    def __init__(self, allocator, journal: FreeJournal) -> None:
         self.allocator, self.journal = allocator, journal
         self.owned: list[torch.Tensor] = []  # tensors handed out, page-aligned
         self.window_freed: set[int] = set()  # first slots of those whose window slots are gone
@@ -49,10 +51,11 @@ class Watch:
         self.used: dict[str, set[int]] = {"full": set(), "swa": set()}
 
     def drain(self) -> None:
-        for pool, slots in self.journal.drain():
+        for pool, slots, page_size in self.journal.drain():
+            freed = range(SIZE * 2) if slots is None else slots_of_pages(slots, page_size).tolist()
             for name in self.noted:
                 if pool in ("*", name):
-                    self.noted[name] |= set(range(SIZE * 2)) if slots is None else set(slots.reshape(-1).tolist())
+                    self.noted[name] |= set(freed)
 
     def handed_out(self, pool: str, slots: set[int]) -> None:
         again = slots & self.used[pool]
@@ -86,7 +89,7 @@ class Watch:
 def test_no_slot_is_reused_that_the_journal_did_not_bring_up(kind, page_size, need_sort, steps):
     """I2: free, free_segment, free_swa, free_full, grouped frees and clear, over token, paged and SWA allocators."""
     allocator = make(kind, page_size, need_sort)
-    journal, patches = SlotJournal(page_size), Patches()
+    journal, patches = FreeJournal(), Patches()
     journal_frees(patches, _leaf_allocators(allocator), journal)
     watch = Watch(allocator, journal)
     for step, pages, pick in steps:

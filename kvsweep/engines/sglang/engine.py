@@ -11,7 +11,7 @@ import torch
 
 from kvsweep.checks.views import AllocatorView, RequestView
 from kvsweep.engine import Pressure
-from kvsweep.engines.sglang.hooks import Patches, SlotJournal, UnsupportedSGLang, gated, journal_frees
+from kvsweep.engines.sglang.hooks import Patches, UnsupportedSGLang, gated, journal_frees
 from kvsweep.engines.sglang.mirror import RustMirror
 from kvsweep.engines.sglang.pools import read_pools, read_stamps
 from kvsweep.engines.sglang.tree import MAMBA, ClassicReader, NodeTree, UnifiedReader
@@ -74,8 +74,7 @@ class SGLangEngine:
         self, tree_cache: Any, allocator: Any, scheduler: Any = None, labels: Mapping[str, str] | None = None
     ) -> None:
         self.gate = Gate()
-        self._slot_journal = SlotJournal(int(allocator.page_size))
-        self.journal: FreeJournal = self._slot_journal
+        self.journal = FreeJournal()
         self._cache = tree_cache
         self._allocator = allocator
         self._scheduler = scheduler
@@ -129,7 +128,7 @@ class SGLangEngine:
             UnsupportedSGLang: if a method is missing; nothing stays wrapped then.
         """
         try:
-            journal_frees(self._patches, self._leaf_allocators, self._slot_journal)
+            journal_frees(self._patches, self._leaf_allocators, self.journal)
             self._follow_tree()
             if self._scheduler is not None:
                 self._follow_scheduler()

@@ -10,7 +10,6 @@ import torch
 
 from kvsweep.engines.sglang import SUPPORTED_VERSIONS
 from kvsweep.tree import FreeJournal, Gate
-from kvsweep.tree.journal import Freed
 
 logger = logging.getLogger(__name__)
 
@@ -67,37 +66,7 @@ def gated(gate: Gate) -> Wrap:
     return wrap
 
 
-PAGES = "@pages"  # suffix of the journal's pool name where an entry lists page ids
-
-
-class SlotJournal(FreeJournal):
-    """A free journal that also takes page ids.
-
-    SGLang's paged allocators free pages. They are noted as they come and expanded to slots by `drain`, on the
-    sweeper's side: expanding costs an allocation on the device, which the scheduler must not pay for.
-    """
-
-    def __init__(self, page_size: int) -> None:
-        super().__init__()
-        self._page_size = page_size
-
-    def freed_pages(self, pool: str, page_ids: torch.Tensor) -> None:
-        """Scheduler side: as `freed`, but `page_ids` counts pages of `page_size` slots."""
-        self.freed(pool + PAGES, page_ids)
-
-    def drain(self) -> list[Freed]:
-        """See `FreeJournal.drain`; every entry counts slots."""
-        return [self._in_slots(entry) if entry.pool.endswith(PAGES) else entry for entry in super().drain()]
-
-    def _in_slots(self, entry: Freed) -> Freed:
-        pages = entry.slots
-        assert pages is not None  # only `freed` appends page entries
-        offsets = torch.arange(self._page_size, device=pages.device)
-        slots = (pages.reshape(-1, 1).to(torch.int64) * self._page_size + offsets).reshape(-1)
-        return Freed(entry.pool.removesuffix(PAGES), slots)
-
-
-def journal_frees(patches: Patches, allocators: Iterable[tuple[str, Any]], journal: SlotJournal) -> None:
+def journal_frees(patches: Patches, allocators: Iterable[tuple[str, Any]], journal: FreeJournal) -> None:
     """Note every free of these allocators (pool name, token or paged allocator) before it takes effect.
 
     A free inside a free group is noted when it is asked for and, for the token ids among them, once more when the
@@ -105,13 +74,13 @@ def journal_frees(patches: Patches, allocators: Iterable[tuple[str, Any]], journ
     copy of a view) counts as "everything was freed", which costs fingerprints and never a false alarm.
     """
 
-    def note(pool: str, add: Callable[[str, torch.Tensor], None]) -> Wrap:
+    def note(pool: str, page_size: int = 1) -> Wrap:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def free(freed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 try:
-                    add(pool, freed)
+                    journal.freed(pool, freed, page_size)
                 except Exception:
-                    journal.cleared("*")
+                    journal.lost()
                 return original(freed, *args, **kwargs)
 
             return free
@@ -129,7 +98,7 @@ def journal_frees(patches: Patches, allocators: Iterable[tuple[str, Any]], journ
         return wrap
 
     for pool, allocator in allocators:
-        patches.wrap(allocator, "free", note(pool, journal.freed))
+        patches.wrap(allocator, "free", note(pool))
         if allocator.page_size > 1:  # with pages of one slot, free_page_ids() is free()
-            patches.wrap(allocator, "free_page_ids", note(pool, journal.freed_pages))
+            patches.wrap(allocator, "free_page_ids", note(pool, int(allocator.page_size)))
         patches.wrap(allocator, "clear", note_clear(pool))
