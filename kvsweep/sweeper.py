@@ -227,6 +227,7 @@ class Sweeper:
 
     def _end(self, record: PassRecord, *, complete: bool) -> None:
         self._walk = None
+        self.pacer.cancelled = False  # also where the pass was through before it could be cancelled
         record.forgot, self._forgot = self._forgot, False
         self.coverage.end(record, complete=complete)
         held_back = self.pacer.deep_pass_ended(complete=complete)
@@ -242,7 +243,6 @@ class Sweeper:
         """Wait for the budgets; see then whether the engine's memory may be read at all."""
         await self.pacer.ready()
         if self.pacer.cancelled:
-            self.pacer.cancelled = False
             raise PassInterrupted("cancelled by request")
         if not self.engine.pools_ready() or self.engine.pools_generation != walk.generation:
             raise PassInterrupted("the engine released or re-allocated its KV memory; fingerprints are dropped")
@@ -418,6 +418,12 @@ class Sweeper:
 
     # ---- the light pass ----
 
+    async def _rest(self, held_seconds: float) -> None:
+        """The light pass lets go. It is one stage with many rests, which are not time in which it could hang."""
+        self.busy_since = None
+        await self.pacer.after_slice(held_seconds)
+        self.busy_since = time.monotonic()
+
     async def light_pass(self) -> PassRecord:
         """Check the structure of tree, allocators and requests; no bytes are read."""
         record, cpu = self.coverage.begin("light"), time.thread_time()
@@ -445,8 +451,9 @@ class Sweeper:
     # ---- pools ----
 
     def _open_pools(self) -> None:
-        """Read the engine's pools and build a backend for each."""
-        self._generation = self.engine.pools_generation
+        """Read the engine's pools and build a backend for each. Where that fails they count as not read, and the next
+        pass tries again."""
+        generation = self.engine.pools_generation
         self.pools = {pool.name: pool for pool in self.engine.pools()}
         full = [pool for pool in self.pools.values() if pool.kind is PoolKind.FULL]
         if len(full) != 1:
@@ -457,12 +464,15 @@ class Sweeper:
             self.engine,
             list(self.pools.values()),
             drain=self._drain,
-            pause=self.pacer.after_slice,
+            pause=self._rest,
+            wait=self.pacer.after_slice,
+            green_sms=self.settings.green_sms,
             slice_us=self.settings.slice_us,
         )
         self.light_uncovered = self._light.uncovered()
         for pool in self.pools.values():
             self.metrics.declare(pool.name, self._checks(pool))
+        self._generation = generation
 
     def _checks(self, pool: KVPool) -> tuple[str, ...]:
         """The checks that run on a pool."""
@@ -475,6 +485,7 @@ class Sweeper:
             logger.info("the engine re-allocated its KV memory: reading its pools again, all fingerprints dropped")
             for verifier in self._verifiers.values():
                 await verifier.close()
+            self._verifiers, self._cases = {}, {}  # their memory goes before that of the new ones is asked for
             self._open_pools()
             self._forgot = True
 

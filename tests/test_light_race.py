@@ -18,6 +18,7 @@ from kvsweep.checks.look import Look
 from kvsweep.checks.suspects import Suspect
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig, Request
 from kvsweep.engines.embedded.tree import Key
+from kvsweep.tree import NodeCursor
 
 
 class Chaos:
@@ -174,6 +175,27 @@ def test_memory_released_in_the_middle() -> None:
     the_pass = LightPass(engine, engine.pools(), drain=engine.journal.drain, pause=pause, slice_us=0.0)
     report = asyncio.run(the_pass.run())
     assert not report.complete and report.candidates == [] and pauses == 3
+
+
+def test_the_walk_begins_under_the_gate() -> None:
+    """I2: the children of the root are copied while no other thread can add to them."""
+    engine = make_engine(1, 0, 448)
+    begin, free = engine.tree.cursor, []
+
+    def cursor(**filters: bool) -> NodeCursor:
+        def enter() -> None:
+            free.append(engine.gate._acquire(False))
+            if free[-1]:
+                engine.gate._release()
+
+        other = threading.Thread(target=enter)
+        other.start()
+        other.join()
+        return begin(**filters)
+
+    engine.tree.cursor = cursor  # type: ignore[method-assign]
+    asyncio.run(LightPass(engine, engine.pools(), drain=engine.journal.drain, pause=asyncio.sleep).run())
+    assert free == [False]
 
 
 @pytest.mark.parametrize("window", [0, 16])

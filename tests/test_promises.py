@@ -26,7 +26,9 @@ from kvsweep.service import Service
 from kvsweep.sweeper import MAX_CASES
 from kvsweep.tree import FreeJournal
 from kvsweep.tree.journal import Freed
+from kvsweep.verify import Verifier
 from kvsweep.verify.cpu import CpuVerifier
+from kvsweep.verify.device import DeviceFailed
 
 PROMPT = list(range(8))
 
@@ -189,6 +191,38 @@ def test_i2_reallocated_memory_raises_no_alarm(world: Callable[..., World]) -> N
     assert w.confirmations == []
     sealed(w)
     assert w.confirmations == [] and len(w.verified) == 8
+
+
+def test_i6_pools_that_could_not_be_read_anew_are_tried_again(world: Callable[..., World]) -> None:
+    """I6: the GPU has no room for the fingerprints of re-allocated pools: the old is not swept in its stead."""
+    w = world()
+    w.cache(PROMPT)
+    sealed(w)
+    w.flush(reallocate=True)
+    w.cache(PROMPT)
+    make = w.sweeper._make_verifier
+
+    def no_room(_: KVPool) -> Verifier:
+        raise DeviceFailed("no room")
+
+    for _ in range(2):
+        w.sweeper._make_verifier = no_room
+        with pytest.raises(DeviceFailed, match="no room"):
+            w.sweep()
+        w._pass = None
+    w.sweeper._make_verifier = make
+    sealed(w)
+    assert len(w.verified) == 8
+    assert w.sweeper._verifiers["full"].pool.segments[0].tensor is w.engine.pools()[0].segments[0].tensor
+
+
+def test_i1_a_pass_cancelled_too_late_does_not_end_the_next(world: Callable[..., World]) -> None:
+    """I1: the request to cancel comes while the last chunk is read; the pass is complete, and so is the next."""
+    w = world()
+    w.cache(PROMPT)
+    w.step_to_read(1)
+    w.sweeper.cancel()
+    assert w.sweep().complete and w.sweep().complete
 
 
 def test_i2_after_a_journal_overflow_nothing_is_trusted(world: Callable[..., World]) -> None:

@@ -26,6 +26,7 @@ from kvsweep import service as service_module
 from kvsweep.config import Settings
 from kvsweep.engine import Engine
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig
+from kvsweep.engines.embedded.synthetic import build_tree
 from kvsweep.engines.embedded.traffic import generate
 from kvsweep.pool import KVPool
 from kvsweep.service import MAX_FAILURES, Service
@@ -354,6 +355,17 @@ def test_a_hung_read_is_noticed(running: Callable[..., Service], acting: Any) ->
     eventually(lambda: watched.allocator.full.free == original, "the hooks are removed")
     assert service.reason.startswith("stage verify has hung: under way for")
     assert get(service, "/healthz").json()["reason"] == service.reason
+
+
+def test_resting_is_no_hang(running: Callable[..., Service]) -> None:
+    """Issue 6, I5: a small budget spreads the slices of one light pass over more than `hang_seconds`."""
+    watched = engine(full_slots=4096)
+    build_tree(watched, nodes=150, slots=1500)
+    service = running(watched, hang_seconds=0.5, host_duty=0.002, slice_us=10.0)
+    eventually(lambda: service.state == "failed" or service.status()["passes"]["light"], "a light pass is done")
+    assert service.state == "running", service.reason
+    last = [record for record in service.status()["history"] if record["kind"] == "light"][-1]
+    assert last["duration_s"] > 0.5
 
 
 def test_a_blocked_thread_is_noticed(

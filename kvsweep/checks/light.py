@@ -76,6 +76,8 @@ class LightPass:
         drain: applies the free journal and returns all entries drained since its last call here, oldest first
             (``engine.journal.drain`` where nobody else drains).
         pause: awaited after each hold of the gate with the seconds it was held.
+        wait: awaited before the GPU is asked again, with RETRY; None = `pause`.
+        green_sms: SMs to which the sweep's stream on a GPU is confined, as for the verifiers.
         slice_us: longest hold to aim for, in microseconds.
         chunk_slots: slots to collect before they are compared.
         limit: suspects to re-read of each kind of fault and pool; all are counted.
@@ -88,6 +90,8 @@ class LightPass:
         *,
         drain: Callable[[], Sequence[Freed]],
         pause: Callable[[float], Awaitable[None]],
+        wait: Callable[[float], Awaitable[None]] | None = None,
+        green_sms: int | None = None,
         slice_us: float = 100.0,
         chunk_slots: int = 131_072,
         limit: int = 256,
@@ -106,7 +110,7 @@ class LightPass:
         self._limit = limit
         self._lock_refs: Callable[[Sequence[Any]], tuple[list[int], list[int]]] | None
         self._lock_refs = getattr(engine.tree, "lock_refs", None)
-        self._side = SideStream(engine, self._full.device, pause)
+        self._side = SideStream(engine, self._full.device, wait or pause, green_sms)
         self._freed: dict[str, torch.Tensor] = {}
 
     def uncovered(self) -> dict[str, str]:
@@ -169,7 +173,8 @@ class LightPass:
                 limit=self._limit,
                 request_locks_only=getattr(self._engine.tree, "request_locks_only", False),
             )
-        cursor, walked = self._engine.tree.cursor(), False
+        with self._engine.gate.held():
+            cursor, walked = self._engine.tree.cursor(), False
         while not walked:
             spans = Spans()
             locks: tuple[list[int], list[int]] | None = None if self._lock_refs is None else ([], [])
@@ -297,10 +302,16 @@ class SideStream:
     the turn while it has the gate; so nobody here waits for the gate with the turn in hand, or the other way round.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, pause: Callable[[float], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        device: torch.device,
+        wait: Callable[[float], Awaitable[None]],
+        green_sms: int | None = None,
+    ) -> None:
         self._engine = engine
-        self._pause = pause
-        self._device: Device | None = side_stream(device, None) if device.type == "cuda" else None
+        self._wait = wait
+        self._device: Device | None = side_stream(device, green_sms) if device.type == "cuda" else None
 
     async def caught_up(self) -> None:
         """Wait, without blocking the thread, until all that the engine has enqueued by now is done (promise I7),
@@ -318,7 +329,7 @@ class SideStream:
                         token = self._device.done()
                 elif mine and self._device.query(token):
                     return
-            await self._pause(RETRY)
+            await self._wait(RETRY)
 
     @contextmanager
     def use(self) -> Iterator[None]:
