@@ -179,6 +179,8 @@ class Service:
                 settings, list(sweeper.pools.values()), lambda pool, engine: make_verifier(pool, settings, engine)
             )
             sweeper.add_job("selftest", lambda: self._self_test(selftest, sweeper))
+            if self.state != "starting":  # `start` has given up, and said so
+                return
             self._announce(sweeper)
             watchdog = Watchdog(settings.hang_seconds, self._busy, self._hung, threading.get_ident())
             async with anyio.create_task_group() as tasks:

@@ -248,8 +248,8 @@ class Sweeper:
             raise PassInterrupted("the engine released or re-allocated its KV memory; fingerprints are dropped")
 
     async def _meanwhile(self) -> None:
-        """A light pass that is due does not wait for the end of a long deep pass."""
-        if self.pacer.light_due():
+        """A light pass that is due does not wait for the end of a long deep pass, but for the end of a pause."""
+        if self.pacer.light_due() and not self.pacer.paused:
             self.job = "light"
             await self.light_pass()
             self.failures["light"], self.job = 0, "deep"

@@ -225,6 +225,19 @@ def test_i1_a_pass_cancelled_too_late_does_not_end_the_next(world: Callable[...,
     assert w.sweep().complete and w.sweep().complete
 
 
+def test_i4_while_paused_no_light_pass_begins(world: Callable[..., World]) -> None:
+    """I4: an operator who pauses for latency's sake gets no light pass in the middle of the deep one."""
+    w = world(chunk_slots=8)
+    w.cache(PROMPT)
+    w.cache([9] * 8)
+    w.step_to_read(1)
+    w.pacer.light_due = lambda: True  # type: ignore[method-assign]
+    w.sweeper.pause()
+    assert w.sweep().complete and w.sweeper.coverage.passes["light"] == 0
+    w.sweeper.resume()
+    assert w.sweep().complete and w.sweeper.coverage.passes["light"] > 0
+
+
 def test_i2_after_a_journal_overflow_nothing_is_trusted(world: Callable[..., World]) -> None:
     """I2, I6: frees were lost, so every fingerprint goes; the pass that lost them does not count as full."""
     w = world(journal=FreeJournal(max_entries=2))

@@ -357,6 +357,18 @@ def test_a_hung_read_is_noticed(running: Callable[..., Service], acting: Any) ->
     assert get(service, "/healthz").json()["reason"] == service.reason
 
 
+def test_a_start_that_was_given_up_does_not_sweep_after_all() -> None:
+    """Issue 6, I8: what `start` has called failed stays failed when it gets ready too late, and lets go."""
+    watched = engine()
+    original, service = watched.allocator.full.free, Service(watched, Settings(**FAST))
+    assert not service.start(timeout=0.0) and service.state == "failed"
+    eventually(lambda: service._thread is not None and not service._thread.is_alive(), "its thread ends")
+    assert service.state == "failed" and sample(service, "up") == 0
+    assert watched.allocator.full.free == original and service.port is None
+    assert service.start() and service.state == "running"
+    service.stop()
+
+
 def test_resting_is_no_hang(running: Callable[..., Service]) -> None:
     """Issue 6, I5: a small budget spreads the slices of one light pass over more than `hang_seconds`."""
     watched = engine(full_slots=4096)
