@@ -24,6 +24,8 @@ QUEUED = 0.5  # share of the budgets while requests wait
 IDLE_BOOST, IDLE_MAX = 8.0, 0.5  # an idle engine lends this many times the budget, at most half of a core or device
 TOLERATED = math.log(1.03)  # steps this much slower than with the sweep off are not yet a reason to back off
 DOUBT = 4.0  # standard errors: samples close in time are alike, and the question is asked every few seconds
+SHORT_REST = 0.025  # seconds of rest between slices that the sweeper's thread sleeps through, its event loop with it
+TURN_SECONDS = 0.1  # how often the loop gets a turn all the same, for HTTP and the rest
 POLL_SECONDS = 0.1  # how often a pass is looked for that may be due by steps
 LIGHT_SHARE = 0.25  # of the host budget, for light passes: on a large tree they come less often than asked for
 LOOK_SECONDS = 0.1  # how often a step is sampled
@@ -163,6 +165,7 @@ class Pacer:
         self._adjusted = self._measured = now
         self._measuring_until = 0.0
         self._cpu = time.thread_time()
+        self._turned = now  # when the event loop last had a turn between slices
 
     # ---- which job, and when ----
 
@@ -253,7 +256,12 @@ class Pacer:
         """
         self._charge()
         wait = self.budgets["host_duty"].wait()
-        await self._nap(max(wait, held_seconds * 4))
+        rest = max(wait, held_seconds * 4)
+        if rest <= SHORT_REST and time.monotonic() - self._turned < TURN_SECONDS:
+            time.sleep(rest)  # noqa: ASYNC251 (a turn of the loop costs as much as the slice did)
+        else:
+            await self._nap(rest)
+            self._turned = time.monotonic()
         if wait > 0:
             self._note_throttled("host_duty", wait)
 
