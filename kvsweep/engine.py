@@ -5,15 +5,19 @@ An engine implements this protocol (see engines/embedded and engines/sglang); th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from kvsweep.checks.views import AllocatorView, RequestView
 from kvsweep.pool import KVPool
 from kvsweep.tree import FreeJournal, Gate, PrefixTree
+
+
+class PassInterrupted(Exception):
+    """The pass cannot go on and ends incomplete, which is no error; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,11 @@ class Engine(Protocol):
     def pressure(self) -> Pressure: ...
 
     def streams(self) -> Sequence[torch.cuda.Stream]:
-        """CUDA streams that write KV (forward, load-back); empty on the CPU."""
+        """CUDA streams that write KV (forward, load-back); empty on the CPU.
+
+        Raises:
+            PassInterrupted: if the KV memory has been released. Backends ask right before each launch.
+        """
 
     def uncovered(self) -> Mapping[str, str]:
         """Whole pools or tree parts kvsweep does not verify here, name -> reason (promise I6)."""
@@ -79,7 +87,3 @@ class Engine(Protocol):
 
     def requests(self) -> Sequence[RequestView] | None:
         """What running requests own, gate held by the caller; None = this engine cannot tell."""
-
-
-# A callback given a confirmed finding (as a plain dict); it runs in the sweeper's thread.
-FindingCallback = Callable[[dict[str, Any]], None]

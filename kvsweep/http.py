@@ -3,7 +3,7 @@
     GET  /               status page (kvsweep.page)
     GET  /metrics        Prometheus text, or OpenMetrics if asked for
     GET  /healthz        200 while the sweeper works or is paused, 503 with a reason if it has stopped or failed
-    GET  /readyz         200 once something has been verified, 503 with a reason before
+    GET  /readyz         200 once a deep pass over the whole tree has completed, 503 with a reason before
     GET  /status         JSON: state, progress, coverage, budgets, last error
     GET  /findings       JSON: confirmed findings, newest last; ?limit=N for the last N
     POST /control/pause | resume | run?kind=deep|light | cancel | recheck

@@ -23,7 +23,7 @@ from kvsweep.checks.light import LightPass
 from kvsweep.config import Settings
 from kvsweep.coverage import Coverage, PassRecord
 from kvsweep.describe import byte_finding, structural_finding
-from kvsweep.engine import Engine
+from kvsweep.engine import Engine, PassInterrupted
 from kvsweep.findings import Finding, Findings
 from kvsweep.metrics import Metrics
 from kvsweep.pacing import Pacer
@@ -38,10 +38,6 @@ logger = logging.getLogger("kvsweep")
 
 MAX_SPANS = 512  # of one snapshot: planning takes a few Python steps a span, and the scheduler waits for the GIL
 MAX_CASES = 1000  # findings that `recheck` can read again; each keeps one row of a plan
-
-
-class PassInterrupted(Exception):
-    """The pass cannot go on and ends incomplete; the message says why."""
 
 
 @dataclass

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from kvsweep.checks.views import AllocatorView, RequestView
-from kvsweep.engine import Pressure
+from kvsweep.engine import PassInterrupted, Pressure
 from kvsweep.engines.sglang.hooks import Patches, UnsupportedSGLang, gated, journal_frees
 from kvsweep.engines.sglang.mirror import RustMirror
 from kvsweep.engines.sglang.pools import read_pools, read_stamps
 from kvsweep.engines.sglang.tree import MAMBA, ClassicReader, NodeTree, UnifiedReader
 from kvsweep.pool import KVPool, StampBuffer
-from kvsweep.sweeper import PassInterrupted
 from kvsweep.tree import FreeJournal, Gate
 from kvsweep.verify.device import pause_for_capture
 
@@ -142,9 +141,9 @@ class SGLangEngine:
     def _follow_tree(self) -> None:
         tree, wrap = self.tree, self._patches.wrap
         if isinstance(tree.reader, ClassicReader):
+            wrap(self._cache, "reset", self._after(lambda *_: tree.reset()))
             for name in CLASSIC_CHANGES:
                 wrap(self._cache, name, gated(self.gate))
-            wrap(self._cache, "reset", self._after(lambda *_: tree.reset()))
             return
         core = self._cache.tree_core
         if isinstance(tree.reader, RustMirror):
