@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_caches import Cache, make_cache
 
+from kvsweep.pool import slots_of_pages
 from kvsweep.tree import Spans
 
 pytestmark = pytest.mark.sglang
@@ -115,9 +116,9 @@ def test_a_walk_survives_what_happens_between_its_slices(cache: Cache, steps):
 def still_there(cache: Cache, rows: set) -> set:
     """Those of `rows` that the tree still holds and that were not freed meanwhile (and perhaps taken again)."""
     rows &= cache.walk()
-    for pool, slots in cache.engine.journal.drain():
+    for pool, slots, page_size in cache.engine.journal.drain():
         if pool in ("*", "full"):
-            freed = {row[0] for row in rows} if slots is None else set(slots.reshape(-1).tolist())
+            freed = {row[0] for row in rows} if slots is None else set(slots_of_pages(slots, page_size).tolist())
             rows = {row for row in rows if row[0] not in freed}
     return rows
 
