@@ -406,9 +406,10 @@ class Service:
         self._control(lambda sweeper: sweeper.pacer.asked.append(kind))
 
     def cancel(self) -> None:
-        """End the running pass as incomplete."""
-        if self._sweeper is not None and self._sweeper.coverage.current is None:
-            raise RuntimeError("no pass is running")
+        """End the running deep pass as incomplete. A light pass is over soon by itself."""
+        current = self._sweeper and self._sweeper.coverage.current
+        if self._sweeper is not None and (current is None or current.kind != "deep"):
+            raise RuntimeError("no deep pass is running")
         self._control(lambda sweeper: sweeper.cancel())
 
     def recheck(self) -> None:

@@ -255,6 +255,17 @@ def test_pause_mid_pass_goes_on_where_it_was(running: Callable[..., Service], ac
     assert service.status()["history"][-1]["complete"] is False and service.state == "paused"
 
 
+def test_a_light_pass_cannot_be_cancelled(running: Callable[..., Service]) -> None:
+    """Issue 6: a control that would do nothing says so, and does not end a later pass instead."""
+    service = running(cycle_target=3600.0, light_interval=0.0)
+    eventually(lambda: deep(service) == 1 and service.status()["pass"] is None, "the first pass")
+    assert post(service, "cancel").status_code == 409
+    service._sweeper.coverage.begin("light")
+    with pytest.raises(RuntimeError, match="no deep pass is running"):
+        service.cancel()
+    assert not service._sweeper.pacer.cancelled
+
+
 def test_a_finding_and_its_recheck(running: Callable[..., Service]) -> None:
     """Issue 6: a flipped bit is found; healed and re-checked it is no longer open, without another pass."""
     watched = engine()
