@@ -407,7 +407,7 @@ class Service:
 
     def cancel(self) -> None:
         """End the running deep pass as incomplete. A light pass is over soon by itself."""
-        current = self._sweeper and self._sweeper.coverage.current
+        current = None if self._sweeper is None else self._sweeper.coverage.current
         if self._sweeper is not None and (current is None or current.kind != "deep"):
             raise RuntimeError("no deep pass is running")
         self._control(lambda sweeper: sweeper.cancel())
