@@ -11,6 +11,8 @@ from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import PrefixTree, Spans
 from kvsweep.verify import Chunk, Verifier
 
+LONG_PARENT = 256  # slots
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -152,14 +154,15 @@ def _slots_before(spans: Spans, use: list[int], tree_slots: int, device: torch.d
         if value is not None and spans.starts[i] > 0:
             number = parents.setdefault(id(value), len(values))
             if number == len(values):
-                values.append(value)
+                values.append(value if value.numel() <= LONG_PARENT else value[-1:])
             known.append(k)
             parent_of.append(number)
     out = _to(before, device)
     if known:
-        # One concatenation and one look-up: slicing each parent's last element costs several times as much.
+        # One concatenation and one look-up: slicing each parent's last element costs several times as much. Long
+        # parents are sliced all the same, so that what is copied does not grow with their length (promise I5).
         ends = np.cumsum([value.numel() for value in values])[parent_of] - 1
-        lasts = torch.cat(values)[_to(ends, device)].to(device, torch.int64)
+        lasts = torch.cat(values)[_to(ends, values[0].device)].to(device, torch.int64)
         out[_to(np.array(known), device)] = torch.where((lasts > 0) & (lasts < tree_slots), lasts, 0)
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,3 +126,13 @@ def test_no_spans_make_no_plan() -> None:
     assert plan_chunks(spans, TREE, pool(), SLOTS, 8) == []
     add(spans, [1, 2], 0, None, resident=False)
     assert plan_chunks(spans, TREE, pool(torch.zeros(SLOTS, dtype=torch.int64)), SLOTS, 8) == []
+
+
+def test_long_parents_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I5: of a parent, however long, a plan needs the last slot; siblings share what is copied of it."""
+    spans, cat, joined = Spans(), torch.cat, []
+    for first, parent in ((1, list(range(1, 11))), (2, [7] * 9_999 + [12])):
+        add(spans, [20 + first], len(parent), parent)
+    monkeypatch.setattr(torch, "cat", lambda parts: joined.append(cat(parts)) or joined[-1])
+    assert [row[2] for row in rows(plan_chunks(spans, TREE, pool(), SLOTS, 8))] == [10, 12]
+    assert max(part.numel() for part in joined) == 11
