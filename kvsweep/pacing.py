@@ -239,8 +239,9 @@ class Pacer:
             if self.paused:
                 await self._sleep(60.0)
             elif (measuring := self._measuring_until - time.monotonic()) > 0:
-                await self._sleep(measuring)
-                self.throttled["measuring"] += measuring
+                begin = time.monotonic()
+                await self._sleep(measuring)  # which `wake` may end early
+                self.throttled["measuring"] += time.monotonic() - begin
             elif wait > 0:
                 begin = time.monotonic()
                 await self._sleep(wait)
