@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     hang_seconds: Seconds = Field(60.0, description="a stage that takes longer has hung, and the sweeper stops itself")
     sm_budget: int = Field(8, ge=0, description="SMs a verify launch may occupy on a GPU (0 = all)")
     green_sms: int | None = Field(None, ge=1, description="confine the sweep to this many SMs by a green context")
+    finite: bool = Field(False, description="also report rows of floats that hold an Inf or a NaN (GPU only)")
     unlocked_only: bool = Field(False, description="skip nodes that a running request locks")
 
     # What it says

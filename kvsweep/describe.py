@@ -21,6 +21,7 @@ WHAT_DIFFERS = {
     "chain": "its stamp does not continue the slot before it",
     "position": "it was written for another position",
     "token": "it was written for another token",
+    "not_finite": "it holds an Inf or a NaN",
 }
 
 

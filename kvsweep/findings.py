@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 logger = logging.getLogger("kvsweep")
 
+MAX_OPEN = 10_000  # findings kept as open (about 1 KiB each); a cache with more is lost as a whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -190,11 +192,15 @@ class Findings:
         self._remembered = remembered
         self._known: dict[str, Finding] = {}
         self._open: dict[str, Finding] = {}
+        self._pinned: set[str] = set()
 
     def confirm(self, finding: Finding) -> bool:
-        """Note a confirmed finding and log it; False if it is one already open."""
+        """Note a confirmed finding and log it; False if it is one already open, or one too many to keep."""
         if finding.id in self._open:
             self._open[finding.id] = replace(finding, first_seen=self._open[finding.id].first_seen)
+            return False
+        if len(self._open) >= MAX_OPEN:
+            self.log.suppressed += 1
             return False
         self.confirmed += 1
         self._open[finding.id] = finding
@@ -211,12 +217,22 @@ class Findings:
     def close(self, id_: str) -> None:
         """This fault was looked for again and is gone."""
         self._open.pop(id_, None)
+        self._pinned.discard(id_)
 
     def close_gone(self, checks: Collection[str], pass_number: int) -> None:
-        """A complete pass ended: the faults its checks look for and did not meet again are gone."""
+        """A complete pass ended: the faults its checks look for and did not meet again are gone, except pinned ones."""
         for id_, finding in list(self._open.items()):
-            if finding.check in checks and finding.pass_number != pass_number:
-                del self._open[id_]
+            if finding.check in checks and finding.pass_number != pass_number and id_ not in self._pinned:
+                self.close(id_)
+
+    def pin(self, check: str) -> None:
+        """What shows the open findings of this check was lost (fingerprints were dropped): they stay open until
+        closed one by one. Otherwise corrupt bytes would be fingerprinted anew and pass for healed."""
+        self._pinned |= {id_ for id_, finding in self._open.items() if finding.check == check}
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        return frozenset(self._pinned)
 
     def open_counts(self) -> Counter[tuple[str, str]]:
         """(pool, check) -> open findings."""

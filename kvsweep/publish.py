@@ -18,7 +18,8 @@ from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Spans
 from kvsweep.verify import Verdict, Verifier
 
-DEEP_CHECKS = ("fingerprint", "chain", "position", "token", "real_kv")
+DEEP_CHECKS = ("fingerprint", "chain", "position", "token", "real_kv", "not_finite")
+MUST_BE_READ = ("loading", "untracked")  # skipped for now, but resident: a pass with such slots is no full one
 SWA_LIGHT_CHECKS = ("swa_map", "accounting")
 
 
@@ -89,6 +90,8 @@ class Publisher:
             else:
                 for reason, count in spans.skipped.items():
                     self.skipped(pool.name, reason, count)
+                    if reason in MUST_BE_READ:
+                        record.unreached[pool.name] += count
 
     def structure(self, report: LightReport, record: PassRecord, checks: Mapping[str, Iterable[str]]) -> None:
         """A light pass has looked; `checks`: by pool, what it can check there."""
@@ -102,6 +105,8 @@ class Publisher:
         """A pass has ended."""
         metrics, kind = self._metrics, record.kind
         metrics.pass_progress_ratio.labels(kind=kind).set(0)
+        if record.forgot:
+            self._findings.pin("fingerprint")
         if not record.complete:
             return
         metrics.passes_total.labels(kind=kind).inc()

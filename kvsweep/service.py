@@ -136,7 +136,8 @@ class Service:
             return
         thread.join(timeout)
         if thread.is_alive():
-            logger.error("kvsweep did not stop within %.0f s (stage %s)", timeout, self._stage())
+            self._fail(f"did not stop within {timeout:.0f} s (stage {self._stage()})")
+            self._detach()
 
     def _run(self) -> None:
         try:

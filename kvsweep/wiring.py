@@ -24,6 +24,7 @@ def make_verifier(pool: KVPool, settings: Settings, engine: Engine) -> Verifier:
             pool,
             streams=engine.streams,
             per_segment=settings.per_segment,
+            finite=settings.finite,
             sm_budget=settings.sm_budget,
             green_sms=settings.green_sms,
             chunk_slots=settings.chunk_slots,

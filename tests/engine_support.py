@@ -122,7 +122,14 @@ class StepEngine(EmbeddedEngine):
 
     def requests(self) -> list[RequestView]:
         return [
-            RequestView(request_id=str(i), slots=r.slots, prefix_len=r.prefix_len, last_node=r.node)
+            RequestView(
+                request_id=str(i),
+                table=r.slots[None],
+                row=0,
+                length=r.slots.numel(),
+                prefix_len=r.prefix_len,
+                last_node=r.node,
+            )
             for i, r in enumerate(self._world.requests)
         ]
 

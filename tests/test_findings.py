@@ -218,3 +218,24 @@ def test_a_closed_file_under_the_log_is_survived(tmp_path: Path) -> None:
     assert writer.write(finding(slot=1)) and not writer.writable
     assert writer.write(finding(slot=2)) and writer.writable
     assert [line["slot"] for line in lines(path)] == [2]
+
+
+def test_open_findings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I5: in a cache that is lost as a whole, findings beyond the limit are counted as suppressed, not kept."""
+    monkeypatch.setattr("kvsweep.findings.MAX_OPEN", 3)
+    log = FindingsLog(tmp_path / "f.jsonl", max_bytes=10_000_000, backups=0, per_minute=1000)
+    findings = Findings(log)
+    assert [findings.confirm(finding(slot=slot)) for slot in range(1, 6)] == [True, True, True, False, False]
+    assert (findings.confirmed, log.suppressed, sum(findings.open_counts().values())) == (3, 2, 3)
+
+
+def test_pinned_findings_stay_open_until_closed(tmp_path: Path) -> None:
+    """I6: where fingerprints were dropped, a pass that no longer meets a byte fault has not shown that it healed."""
+    findings = Findings(FindingsLog(None, max_bytes=10_000, backups=0, per_minute=1000))
+    bytes_, stamp = finding(check="fingerprint"), finding(check="chain")
+    assert findings.confirm(bytes_) and findings.confirm(stamp)
+    findings.pin("fingerprint")
+    findings.close_gone(DEEP_CHECKS, bytes_.pass_number + 1)
+    assert findings.is_open(bytes_.id) and not findings.is_open(stamp.id)
+    findings.close(bytes_.id)
+    assert not findings.is_open(bytes_.id) and not findings.pinned

@@ -80,7 +80,7 @@ class InRequest:
 
     def holds(self, now: Instant) -> bool:
         view = now.requests.get(self.request_id)
-        if view is None or not view.prefix_len <= self.position < view.slots.numel():
+        if view is None or not view.prefix_len <= self.position < view.length:
             return False
         return int(view.slots[self.position]) // self.unit == self.slot // self.unit
 

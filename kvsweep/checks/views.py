@@ -37,21 +37,31 @@ class AllocatorView:
     free_unit: str = "slot"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class RequestView:
-    """The slots one running request holds at one instant.
+    """The slots one running request holds at one instant. Cheap to make, no tensor operation: there are hundreds, and
+    they are made while the gate is held.
 
     Attributes:
         request_id: the engine's id, for the finding.
-        slots: int tensor [n]: slot of each position 0..n-1 (prefix included); may be a view of a live table.
+        table: int tensor [rows, positions], live: the slot of each position of each request.
+        row: the request's row of it.
+        length: positions it holds slots for (prefix included).
         prefix_len: how many of them the tree owns (the request only locks those).
         last_node: the tree node whose path the request has locked; None where it locks none.
     """
 
     request_id: str
-    slots: torch.Tensor
+    table: torch.Tensor
+    row: int
+    length: int
     prefix_len: int
     last_node: object | None
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int tensor [length]: the slot of each position; a view of the live table."""
+        return self.table[self.row, : self.length]
 
 
 class LockedTree(Protocol):

@@ -241,7 +241,9 @@ class EmbeddedEngine:
         return [
             RequestView(
                 request_id=request.id,
-                slots=self.model.table[request.row, : request.allocated],
+                table=self.model.table,
+                row=request.row,
+                length=request.allocated,
                 prefix_len=request.prefix_len,
                 last_node=request.last_node if request.prefix_len else None,
             )

@@ -337,7 +337,9 @@ class SGLangEngine:
             views.append(
                 RequestView(
                     request_id=str(req.rid),
-                    slots=table[req.kv.req_pool_idx, : req.kv.kv_allocated_len],
+                    table=table,
+                    row=int(req.kv.req_pool_idx),
+                    length=int(req.kv.kv_allocated_len),
                     prefix_len=int(req.kv.cache_protected_len),
                     last_node=self.tree.reader.node(req.last_node) if req.lock is not None else None,
                 )
