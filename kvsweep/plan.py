@@ -9,9 +9,10 @@ import torch
 
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import PrefixTree, Spans
-from kvsweep.verify import Chunk, Verifier
+from kvsweep.verify import Chunk, Staging, Verifier
 
 LONG_PARENT = 256  # slots
+UNKNOWN, ROOT = -2, -1  # places, from the end, in a plan's table of slots: 0 and -1, for a row with no slot before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,9 @@ class Plan:
         )
 
 
-def plan_chunks(spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, chunk_slots: int) -> list[Plan]:
+def plan_chunks(
+    spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, chunk_slots: int, staging: Staging | None = None
+) -> list[Plan]:
     """Plans of at most `chunk_slots` rows that cover every slot of `spans` held in `pool`.
 
     Spans that are tombstoned in an SWA pool are left out. A row whose index lies outside the pool (the light
@@ -64,36 +67,44 @@ def plan_chunks(spans: Spans, tree: PrefixTree, pool: KVPool, tree_slots: int, c
 
     Args:
         tree_slots: number of slots the tree's own indices may reach (`num_slots` of the FULL pool).
+        staging: where the plans' tensors are put, and for how long they last (`Verifier.planning`); None = in memory
+            of their own, for as long as they are held.
     """
     use = [i for i in range(len(spans)) if pool.kind is not PoolKind.SWA or spans.swa_resident[i]]
     if not use:
         return []
+    staging = staging or Staging(pool.device)
     lengths = np.array([spans.values[i].numel() for i in use])
     starts = np.array([spans.starts[i] for i in use])
     firsts = np.cumsum(lengths) - lengths  # row at which each span begins
     rows = int(lengths.sum())
     span_of = np.repeat(np.array(use), lengths)
     positions = np.arange(rows) - np.repeat(firsts - starts, lengths)
-    tokens = np.concatenate([tree.tokens(spans.keys[i]) for i in use])
+    tokens = np.concatenate([tree.tokens(spans.keys[i]) for i in use], dtype=np.int64)
     next_tokens = np.roll(tokens, -1)
     next_tokens[firsts + lengths - 1] = -1
 
-    device = pool.device
-    slots = torch.cat([spans.values[i] for i in use]).to(device, torch.int64)
-    slots = torch.where((slots > 0) & (slots < tree_slots), slots, 0)
-    prevs = torch.roll(slots, 1)
-    prevs[_to(firsts, device)] = _slots_before(spans, use, tree_slots, device)
+    # On the device: a table of slots, the rows' and then their parents', and a look-up in it for the slot before each.
+    values = [spans.values[i] for i in use]
+    parents, places = _slots_before(spans, use, rows)
+    table = _table(sum(value.numel() for value in (*values, *parents)), staging)
+    before = np.arange(-1, rows - 1)
+    before[firsts] = np.where(places < 0, len(table) + places, places)
+    on_device = staging.upload(positions, tokens, next_tokens, before)
+    staging.join([*values, *parents], table[:UNKNOWN])
+    _clear_impossible(table[:UNKNOWN], tree_slots, staging)
+    slots, prevs = table[:rows], torch.index_select(table, 0, on_device[3], out=staging.empty(rows))
     pool_slots, pool_prevs = slots, prevs
     if pool.slot_map is not None:
-        pool_slots = _mapped(pool.slot_map, slots, pool.num_slots)
-        pool_prevs = torch.where(prevs > 0, _mapped(pool.slot_map, prevs.clamp(min=0), pool.num_slots), prevs)
+        table = _mapped(table, pool.slot_map, pool.num_slots, staging)
+        pool_slots, pool_prevs = table[:rows], torch.index_select(table, 0, on_device[3], out=staging.empty(rows))
 
     chunk = Chunk(
         slots=pool_slots,
-        positions=_to(positions, device),
+        positions=on_device[0],
         prev_slots=pool_prevs,
-        tokens=_to(tokens, device),
-        next_tokens=_to(next_tokens, device),
+        tokens=on_device[1],
+        next_tokens=on_device[2],
     )
     parts = [slice(first, min(first + chunk_slots, rows)) for first in range(0, rows, chunk_slots)]
     return [
@@ -125,26 +136,42 @@ def new_spans(spans: Spans, verifier: Verifier, tree_slots: int) -> Spans:
 
 
 def new_rows(plan: Plan, verifier: Verifier) -> Plan:
-    """The plan with slot 0, which is skipped, in each row that was read before. A GPU gets a launch for every plan:
-    nothing may wait to hear whether there is anything new in it."""
-    new = ~verifier.alive(plan.chunk.slots)
-    return replace(
-        plan,
-        chunk=replace(plan.chunk, slots=torch.where(new, plan.chunk.slots, 0)),
-        tree_slots=torch.where(new, plan.tree_slots, 0),
-        tree_prev_slots=torch.where(new, plan.tree_prev_slots, 0),
-    )
+    """The plan, with slot 0, which is skipped, put into each row that was read before. A GPU gets a launch for every
+    plan: nothing may wait to hear whether there is anything new in it."""
+    old = verifier.alive(plan.chunk.slots)
+    for slots in (plan.chunk.slots, plan.tree_slots, plan.tree_prev_slots):
+        slots.masked_fill_(old, 0)
+    return plan
 
 
-def _mapped(slot_map: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """int64 [n]: the pool's own slots of the tree's `slots` >= 0; 0 where there is none, or where it cannot be one."""
-    mapped = slot_map[slots].to(torch.int64)
-    return torch.where((slots > 0) & (mapped > 0) & (mapped < num_slots), mapped, 0)
+def _table(slots: int, staging: Staging) -> torch.Tensor:
+    """int64 [slots + 2], of which only UNKNOWN and ROOT are filled."""
+    table = staging.empty(slots + 2)
+    table[UNKNOWN].fill_(0)
+    table[ROOT].fill_(-1)
+    return table
 
 
-def _slots_before(spans: Spans, use: list[int], tree_slots: int, device: torch.device) -> torch.Tensor:
-    """int64 [spans]: the slot before each span: -1 at the root, 0 where the parent has no (possible) device slot."""
-    before = np.array([-1 if spans.starts[i] == 0 else 0 for i in use])
+def _clear_impossible(slots: torch.Tensor, num_slots: int, staging: Staging) -> None:
+    """In place: 0 for what cannot be one of `num_slots` slots."""
+    slots.masked_fill_(torch.ge(slots, num_slots, out=staging.empty(slots.numel(), torch.bool)), 0).clamp_(min=0)
+
+
+def _mapped(table: torch.Tensor, slot_map: torch.Tensor, num_slots: int, staging: Staging) -> torch.Tensor:
+    """The same table in the pool's own numbering; 0 where a slot has none there, or one that cannot be."""
+    slots = table[:UNKNOWN]
+    mapped = _table(slots.numel(), staging)
+    own = mapped[:UNKNOWN]
+    own.copy_(torch.index_select(slot_map, 0, slots, out=staging.empty(slots.numel(), slot_map.dtype)))
+    _clear_impossible(own, num_slots, staging)
+    own.masked_fill_(torch.eq(slots, 0, out=staging.empty(slots.numel(), torch.bool)), 0)
+    return mapped
+
+
+def _slots_before(spans: Spans, use: list[int], rows: int) -> tuple[list[torch.Tensor], np.ndarray]:
+    """Parents' values, as they follow the rows in the table, and int64 [spans]: the place in the table of the slot
+    before each span; UNKNOWN where the parent has no device slot."""
+    places = np.array([ROOT if spans.starts[i] == 0 else UNKNOWN for i in use])
     parents: dict[int, int] = {}  # id of a parent's value -> its number; siblings share it
     values: list[torch.Tensor] = []
     known: list[int] = []
@@ -154,18 +181,11 @@ def _slots_before(spans: Spans, use: list[int], tree_slots: int, device: torch.d
         if value is not None and spans.starts[i] > 0:
             number = parents.setdefault(id(value), len(values))
             if number == len(values):
+                # Slicing each parent's last element costs several times as much as copying all of it. Long ones are
+                # sliced all the same, so that what is copied does not grow with their length (promise I5).
                 values.append(value if value.numel() <= LONG_PARENT else value[-1:])
             known.append(k)
             parent_of.append(number)
-    out = _to(before, device)
     if known:
-        # One concatenation and one look-up: slicing each parent's last element costs several times as much. Long
-        # parents are sliced all the same, so that what is copied does not grow with their length (promise I5).
-        ends = np.cumsum([value.numel() for value in values])[parent_of] - 1
-        lasts = torch.cat(values)[_to(ends, values[0].device)].to(device, torch.int64)
-        out[_to(np.array(known), device)] = torch.where((lasts > 0) & (lasts < tree_slots), lasts, 0)
-    return out
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device, non_blocking=True)
+        places[known] = rows - 1 + np.cumsum([value.numel() for value in values])[parent_of]
+    return values, places

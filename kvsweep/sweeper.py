@@ -269,9 +269,9 @@ class Sweeper:
             if walk.only_new and self.pools[self._tree_pool].device.type == "cpu":
                 spans = new_spans(spans, self._verifiers[self._tree_pool], self._tree_slots)
             for pool, verifier in self._verifiers.items():
-                with verifier.planning():
+                with verifier.planning() as staging:
                     rows = min(self.settings.chunk_slots, verifier.chunk_slots)
-                    planned = plan_chunks(spans, self.engine.tree, self.pools[pool], self._tree_slots, rows)
+                    planned = plan_chunks(spans, self.engine.tree, self.pools[pool], self._tree_slots, rows, staging)
                     plans += (new_rows(plan, verifier) for plan in planned) if walk.only_new else planned
             for plan in plans:
                 self._mark(plan)

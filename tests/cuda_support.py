@@ -79,6 +79,7 @@ class PaperDevice:
     Attributes:
         log: what was enqueued, in order: ("wait", stream), ("launch", kernel), ("copy",), ("fill",), ("done",).
         allocations: how often memory was asked for.
+        pageable: copies from or to memory that `allocate` did not give out.
         queries: how often a token was asked for.
         failure: raised by the next queries, as a GPU's sticky error would be.
     """
@@ -90,10 +91,12 @@ class PaperDevice:
         self.memory = memory
         self.log: list[tuple[Any, ...]] = []
         self.allocations = 0
+        self.pageable = 0
         self.queries = 0
         self.failure: Exception | None = None
         self._queue: list[Callable[[], None]] = []
         self._memory: list[tuple[StorageWeakRef, int]] = []
+        self._pinned: list[StorageWeakRef] = []
 
     @property
     def allocated(self) -> int:
@@ -106,8 +109,11 @@ class PaperDevice:
         if not pinned and self.allocated + size > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.allocations += 1
-        if not pinned:
-            self._memory.append((StorageWeakRef(tensor.untyped_storage()), size))
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if pinned:
+            self._pinned.append(storage)
+        else:
+            self._memory.append((storage, size))
         return tensor
 
     def adopt_thread(self) -> None:
@@ -135,6 +141,8 @@ class PaperDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         to, at = WeakTensor(target), WeakTensor(source)
+        given = {storage.cdata for storage in (*self._pinned, *(storage for storage, _ in self._memory))}
+        self.pageable += not {to.storage.cdata, at.storage.cdata} <= given
         self._enqueue(lambda: to.tensor().copy_(at.tensor()), "copy")
 
     def fill(self, target: torch.Tensor, value: int) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from kvsweep.pool import KVPool
+from kvsweep.verify.staging import Staging as Staging
 
 STAMP_CHECKS = ("chain", "position", "real_kv", "token")
 REASON_BITS = {"chain": 1, "position": 2, "real_kv": 4, "token": 32}  # SGLang's violation reason bits
@@ -120,8 +121,12 @@ class Verifier(Protocol):
     max_suspects: int
     chunk_slots: int  # longest chunk that `verify` takes
 
-    def planning(self) -> AbstractContextManager[None]:
-        """Device work of building this pool's plans runs inside this (CUDA: on the side stream, not the default)."""
+    def planning(self) -> AbstractContextManager[Staging]:
+        """Device work of building this pool's plans runs inside this (CUDA: on the side stream, not the default).
+
+        What is made of the staging lasts until this is entered again: by then every plan of it has been through
+        `verify` and `settle`, or has been dropped.
+        """
 
     def mark(self, slots: torch.Tensor) -> None:
         """Put these slots in flight; `forget` takes the mark away again."""

@@ -13,6 +13,7 @@ import torch
 from kvsweep.pool import KVPool, RealKvMode, Segment, StampBuffer, slots_of_pages
 from kvsweep.verify import REASON_BITS, Chunk, Settled, Suspect, Verdict
 from kvsweep.verify.hashing import CHAIN_ROOT_SEED, make_keys, s
+from kvsweep.verify.staging import Staging
 
 # A slot's state byte: mark (bit 7), kind (bits 5-6), and for a candidate the pass of its read (bits 0-4, mod 32:
 # should pass 32 later look the same, sealing just waits for the pass after it).
@@ -220,8 +221,8 @@ class CpuVerifier:
         self._by_segment = np.zeros((pool.num_slots, len(pool.segments)), np.uint64) if per_segment else None
         self._state = np.zeros(pool.num_slots, np.uint8)
 
-    def planning(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def planning(self) -> AbstractContextManager[Staging]:
+        return nullcontext(Staging(self.pool.device))
 
     def mark(self, slots: torch.Tensor) -> None:
         index = slots.numpy()

@@ -31,8 +31,10 @@ from kvsweep.verify import REASON_BITS, Chunk, Settled, Suspect, Verdict, kernel
 from kvsweep.verify.device import Device, DeviceFailed, capture_lock, side_stream
 from kvsweep.verify.device import pause_for_capture as pause_for_capture
 from kvsweep.verify.hashing import make_keys
+from kvsweep.verify.staging import BlockStaging, Staging
 
 MIN_CHUNK_SLOTS = 1024  # below this, launch overhead outweighs the work: a GPU that cannot spare it is too full
+STAGED_CHUNKS = 4  # of rows that one planning may have: about one, and a node that overshoots it
 ROWS_A_TILE = 256  # of the kernels that only touch states
 
 
@@ -144,7 +146,10 @@ class CudaVerifier:
         while True:
             try:
                 launches = len(pool.stamps) + 1
-                self._buffers = [_Buffers(device, chunk_slots, segments, launches, self.max_suspects) for _ in range(2)]
+                self._buffers, self._staging = (
+                    [_Buffers(device, chunk_slots, segments, launches, self.max_suspects) for _ in range(2)],
+                    BlockStaging(device, pool.device, STAGED_CHUNKS * chunk_slots),
+                )
                 self._host_alive = device.allocate((chunk_slots,), torch.uint8, pinned=True)
                 break
             except torch.OutOfMemoryError as error:
@@ -182,11 +187,11 @@ class CudaVerifier:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory held: tables a slot, hash keys, and two sets of buffers a chunk."""
+        """GPU memory held: tables a slot, hash keys, two sets of buffers a chunk, and two of plans."""
         held = [self._state, self._fingerprints, self._by_segment, self._table, self._a, self._b, *self._sources]
         for buffers in self._buffers:
             held += [buffers.fingerprints, buffers.by_segment, buffers.counters, buffers.rings]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return self._staging.device_bytes + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     # ---- turns, order, completion ----
 
@@ -248,10 +253,11 @@ class CudaVerifier:
     # ---- the protocol ----
 
     @contextmanager
-    def planning(self) -> Iterator[None]:
+    def planning(self) -> Iterator[Staging]:
         with self._turn():
             self._after_engine()
-            yield
+            self._staging.next()
+            yield self._staging
 
     def mark(self, slots: torch.Tensor) -> None:
         with self._turn():
