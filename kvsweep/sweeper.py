@@ -319,11 +319,14 @@ class Sweeper:
 
     def _alive(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """bool [n] each: rows whose slot, and rows whose slot before, were not freed since they were marked."""
-        alive = torch.ones((2, len(plan.chunk)), dtype=torch.bool, device=plan.pool.device)
-        for name, slots, before in self._marks(plan):
-            alive[0] &= self._verifiers[name].alive(slots)
-            alive[1] &= self._verifiers[name].alive(before)
-        return alive[0], alive[1]
+        (alive, chained), *others = (
+            (self._verifiers[name].alive(slots), self._verifiers[name].alive(before))
+            for name, slots, before in self._marks(plan)
+        )
+        for alive_too, chained_too in others:
+            alive &= alive_too
+            chained &= chained_too
+        return alive, chained
 
     async def _settle_rows(self, plan: Plan, verdict: Verdict, pass_number: int, *, seal: bool) -> Settled:
         """Settle what was read of rows whose slot is still theirs. A slot outlives the one before it where that loses

@@ -55,12 +55,13 @@ def some_spans(number: int, length: int = 3) -> Spans:
 @pytest.mark.asyncio
 async def test_a_chunk_allocates_nothing_and_is_copied_from_pinned_memory_once(window: torch.Tensor | None) -> None:
     """Issue 3, I5: in steady state every tensor of a plan lies in one of the two blocks, torch is asked for no memory
-    while it is built, one copy brings over all that the host knows, out of pinned memory, and the plan is the one that
-    is built in memory of its own. Whatever the number of rows, each tensor begins where Triton expects it, for a
-    kernel would be compiled anew otherwise."""
+    while it is built, nor for what says which rows are alive; one copy brings over all that the host knows, out of
+    pinned memory, and the plan is the one that is built in memory of its own. Whatever the number of rows, each tensor
+    begins where Triton expects it, for a kernel would be compiled anew otherwise."""
     device, of_pool = PaperDevice(eager=True), pool(window)
     checks = CudaVerifier(of_pool, streams=tuple, seed=1, device=device, chunk_slots=CHUNK)
     allocated, pageable, used = device.allocations, device.pageable, []
+    masks: list[int] = []
     for number in range(6):
         spans, log = some_spans(number, 3 + number % 4), len(device.log)
         with checks.planning() as staging, Allocations() as allocations:
@@ -75,8 +76,11 @@ async def test_a_chunk_allocates_nothing_and_is_copied_from_pinned_memory_once(w
         for plan in plans:
             checks.mark(plan.chunk.slots)
             verdict = await checks.verify(plan.chunk)
-            await checks.settle(plan.chunk, verdict, checks.alive(plan.chunk.slots), number, seal=True)
+            alive, chained = checks.alive(plan.chunk.slots), checks.alive(plan.chunk.prev_slots)
+            masks += [memory(alive), memory(chained)]
+            await checks.settle(plan.chunk, verdict, alive, number, seal=True)
     assert used[0] != used[1] and used == used[:2] * 3
+    assert masks[0] != masks[1] and masks == masks[:2] * (len(masks) // 2)
     assert (device.allocations, device.pageable) == (allocated, pageable)
 
 
@@ -136,6 +140,15 @@ def test_a_block_is_not_rewritten_before_what_reads_it_has_run() -> None:
         device.run()
         assert in_a_block(again) and again.tolist() == values
     assert device.queries == queried + 2
+
+
+def test_which_rows_live_can_be_asked_for_more_rows_than_a_chunk_has() -> None:
+    """I2, I5: a pool whose chunks were cut short at start is asked about the longer chunks of another pool."""
+    checks = CudaVerifier(pool(), streams=tuple, seed=1, device=PaperDevice(eager=True), chunk_slots=CHUNK)
+    slots = torch.arange(1, 3 * CHUNK)
+    checks.mark(slots)
+    checks.forget(slots[::2])
+    assert checks.alive(slots).tolist() == [i % 2 == 1 for i in range(len(slots))]
 
 
 def test_blocks_are_counted_as_memory_held() -> None:

@@ -132,7 +132,8 @@ class Verifier(Protocol):
         """Put these slots in flight; `forget` takes the mark away again."""
 
     def alive(self, slots: torch.Tensor) -> torch.Tensor:
-        """bool [n]: still marked, that is, not freed since `mark`. Slots <= 0 are alive."""
+        """bool [n]: still marked, that is, not freed since `mark`. Slots <= 0 are alive. The caller may change what it
+        gets, which lasts until the second call after this one."""
 
     def forget(self, slots: torch.Tensor | None, page_size: int = 1) -> None:
         """These slots (None: all) were freed: drop fingerprints and marks. Any int dtype, any device. With `page_size`

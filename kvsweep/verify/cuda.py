@@ -42,6 +42,7 @@ class _Buffers:
     """What one chunk writes; there are two sets, so that a verdict outlives the start of the next chunk.
 
     Attributes:
+        alive: uint8 [chunk_slots], of the last call but one or the last of `alive`; not tied to the others.
         fingerprints: int64 [chunk_slots].
         by_segment: int64 [chunk_slots, segments], one row where per-segment fingerprints are off.
         counters: int64 [launches, COUNTERS], with a host copy. The last launch is the fingerprints'.
@@ -50,6 +51,7 @@ class _Buffers:
 
     def __init__(self, device: Device, chunk_slots: int, segments: int, launches: int, max_suspects: int) -> None:
         ring = (launches, max_suspects, kernels.RING_COLUMNS)
+        self.alive = device.allocate((chunk_slots,), torch.uint8)
         self.fingerprints = device.allocate((chunk_slots,), torch.int64)
         self.by_segment = device.allocate((chunk_slots if segments else 1, max(1, segments)), torch.int64)
         self.counters = device.allocate((launches, kernels.COUNTERS), torch.int64)
@@ -61,7 +63,8 @@ class _Buffers:
 class CudaVerifier:
     """`Verifier` over a pool on a GPU.
 
-    Holds 9 bytes a slot there (an 8-byte fingerprint and a state byte), with `per_segment` 8 more a slot and segment.
+    Holds 9 bytes a slot there (an 8-byte fingerprint and a state byte), with `per_segment` 8 more a slot and segment,
+    and 768 bytes a slot of the longest chunk for plans.
     `fingerprinted` is as of the last `settle`. The thread that builds it, the sweeper's, works on the side stream from
     then on: what it does to the tensors that `alive` and `verify` give out is in order with the kernels.
 
@@ -115,7 +118,7 @@ class CudaVerifier:
         self._programs = min(sm_budget or self._device.sms, self._device.sms)
         self._shape = kernels.fingerprint_shape(pool.segments, per_segment=per_segment, finite=finite)
         self._sealed = 0
-        self._next_buffers = 0
+        self._next_buffers = self._next_alive = 0
         self._unfenced: list[Any] = []  # given to launches that no token stands behind yet
         self._in_flight: deque[tuple[Any, list[Any]]] = deque()  # token, what must outlive it
         self._device.adopt_thread()
@@ -190,7 +193,7 @@ class CudaVerifier:
         """GPU memory held: tables a slot, hash keys, two sets of buffers a chunk, and two of plans."""
         held = [self._state, self._fingerprints, self._by_segment, self._table, self._a, self._b, *self._sources]
         for buffers in self._buffers:
-            held += [buffers.fingerprints, buffers.by_segment, buffers.counters, buffers.rings]
+            held += [buffers.alive, buffers.fingerprints, buffers.by_segment, buffers.counters, buffers.rings]
         return self._staging.device_bytes + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     # ---- turns, order, completion ----
@@ -265,7 +268,11 @@ class CudaVerifier:
 
     def alive(self, slots: torch.Tensor) -> torch.Tensor:
         with self._turn():
-            alive = torch.empty(slots.numel(), dtype=torch.uint8, device=slots.device)
+            n = slots.numel()
+            self._next_alive ^= 1
+            alive = self._buffers[self._next_alive].alive[:n]
+            if n > self.chunk_slots:  # of another pool, which had room for longer chunks
+                alive = torch.empty(n, dtype=torch.uint8, device=slots.device)
             self._launch_rows(kernels.alive_kernel, slots, alive)
         return alive.view(torch.bool)
 
