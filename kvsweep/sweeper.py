@@ -29,10 +29,10 @@ from kvsweep.metrics import Metrics
 from kvsweep.pacing import Pacer
 from kvsweep.plan import Plan, new_rows, new_spans, plan_chunks
 from kvsweep.pool import KVPool, PoolKind
-from kvsweep.publish import DEEP_CHECKS, Publisher, light_checks
+from kvsweep.publish import Publisher, light_checks
 from kvsweep.tree import Cursor, Spans
 from kvsweep.tree.journal import Freed
-from kvsweep.verify import Settled, Suspect, Verdict, Verifier
+from kvsweep.verify import STAMP_CHECKS, Settled, Suspect, Verdict, Verifier
 
 logger = logging.getLogger("kvsweep")
 
@@ -104,6 +104,7 @@ class Sweeper:
         self._make_verifier = make_verifier
         self._verifiers: dict[str, Verifier] = {}
         self._walk: _Walk | None = None
+        self._interrupted = ""  # why a pass last ended early, until one is complete
         self._cases: dict[str, Plan] = {}  # finding id -> the one row it is about, for `recheck`
         self._overflows = engine.journal.overflows  # those drained
         self._forgot = False  # fingerprints of slots that are still held were dropped since the last deep pass ended
@@ -189,7 +190,7 @@ class Sweeper:
                         self._publish.chunk(plan, verdict, record, resident=not walk.only_new)
                     walk.plans.popleft()
         except PassInterrupted as reason:
-            logger.warning("deep pass %d ended early: %s", record.number, reason)
+            self._note_interrupted(record, reason)
             self._end(record, complete=False)
         except Exception:
             if self.stage in ("snapshot", "plan"):  # what the cursor had just passed is lost: start anew
@@ -197,7 +198,14 @@ class Sweeper:
             raise
         else:
             self._end(record, complete=True)
+            await self._close_pinned()
         return record
+
+    def _note_interrupted(self, record: PassRecord, reason: PassInterrupted) -> None:
+        """Said once: a server may stay released for hours."""
+        if str(reason) != self._interrupted:
+            self._interrupted = str(reason)
+            logger.warning("%s pass %d ended early: %s", record.kind, record.number, reason)
 
     async def _begin(self) -> _Walk:
         """A new pass, in this order: what was never read, then everything, in the tree's order, which is that of the
@@ -222,6 +230,8 @@ class Sweeper:
             return self.engine.tree.cursor(unlocked_only=self.settings.unlocked_only)
 
     def _end(self, record: PassRecord, *, complete: bool) -> None:
+        if complete:
+            self._interrupted = ""
         self._walk = None
         self.pacer.cancelled = False  # also where the pass was through before it could be cancelled
         record.forgot, self._forgot = self._forgot, False
@@ -377,6 +387,7 @@ class Sweeper:
                     self._cases[finding.id] = plan.rows([suspect.row])
                 with self._stage("publish"):
                     record.confirmed += self._publish.finding(finding)
+                await self.pacer.after_slice(0.0)  # a cache gone bad has thousands, each a look at its path in the gate
 
     async def _held(self, plan: Plan, rows: Sequence[int]) -> dict[int, bool]:
         """row -> does the tree hold that slot at that position now? As many rows a slice of the gate as fit."""
@@ -410,10 +421,18 @@ class Sweeper:
                 verdict = await self._verify(case)
                 self._drain()
                 settled = await self._settle_rows(case, verdict, self.coverage.passes["deep"], seal=False)
-                gone = not settled.suspects
+                gone = not settled.suspects and id_ not in self.findings.pinned
             if gone:
                 self.findings.close(id_)
                 del self._cases[id_]
+
+    async def _close_pinned(self) -> None:
+        """What showed these faults was lost, so no read can say that they are gone; that their slot has left the tree
+        can be seen."""
+        for id_ in self.findings.pinned:
+            case = self._cases.get(id_)
+            if case is None or not (await self._held(case, [0]))[0]:
+                self.findings.close(id_)
 
     # ---- the light pass ----
 
@@ -439,7 +458,7 @@ class Sweeper:
                     finding = structural_finding(self.engine, candidate, record.number)
                     record.confirmed += self._publish.finding(finding)
         except PassInterrupted as reason:
-            logger.warning("light pass %d ended early: %s", record.number, reason)
+            self._note_interrupted(record, reason)
         finally:
             self.coverage.end(record, complete=complete)
             self.pacer.light_pass_ended(time.thread_time() - cpu)
@@ -475,7 +494,9 @@ class Sweeper:
 
     def _checks(self, pool: KVPool) -> tuple[str, ...]:
         """The checks that run on a pool."""
-        return (*(DEEP_CHECKS if pool.stamps else ("fingerprint",)), *light_checks(pool, self.light_uncovered))
+        stamps = STAMP_CHECKS if pool.stamps else ()
+        finite = ("not_finite",) if self.settings.finite and pool.device.type == "cuda" else ()
+        return ("fingerprint", *stamps, *finite, *light_checks(pool, self.light_uncovered))
 
     async def _reopen_pools_if_changed(self) -> None:
         if not self.engine.pools_ready():

@@ -134,7 +134,7 @@ async def test_completion_is_asked_for_and_the_loop_goes_on():
         tasks.start_soon(other)
         await checks.verify(make_chunk([1, 2, 3]))
         tasks.cancel_scope.cancel()
-    assert others > 5
+    assert others >= 3
     assert device.queries <= 4 * len(device.log)
 
 

@@ -635,3 +635,20 @@ def test_i7_the_second_read_sees_what_was_written_before_it(world: Callable[...,
     w.heal()  # landed after the first read, before the second
     w.sweep()
     assert w.findings.confirmed == 1 and w.findings.dismissed["transient"] == 1
+
+
+def test_i6_a_finding_outlives_lost_fingerprints(world: Callable[..., World]) -> None:
+    """I6: after an overflow of the journal the damaged bytes are fingerprinted anew and read as fine; the finding stays
+    open, through a recheck too, until its slot has left the tree."""
+    w = world()
+    w.cache(PROMPT)
+    w.plant("full", slots_of(sealed(w), PROMPT)[2], "bytes", segment=1)
+    w.sweep()
+    assert w.findings.open_counts() == {("full", "fingerprint"): 1}
+    w.engine.journal.lost()
+    for _ in range(4):
+        w.sweep()
+    assert w.findings.open_counts() == {("full", "fingerprint"): 1}
+    w.evict(len(PROMPT))
+    w.sweep()
+    assert not w.findings.open_counts()
