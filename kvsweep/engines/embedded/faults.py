@@ -203,12 +203,13 @@ def double_insert(target: Target) -> Planted:
     node = tree.add(tree.root(), key, page.clone())
     node.swa_tombstone = target.engine.config.window > 0  # the window slots keep one owner
     slots = frozenset(page.tolist())
+    when_one_is_evicted = [(check, slot) for check in ("free_in_tree", "fingerprint", "real_kv") for slot in slots]
     return Planted(
         fault="double_insert",
         pool="full",
         slots=slots,
         checks=frozenset(["duplicate_owner", "chain", "position", "token"]),
-        also=frozenset([("accounting", -1), ("swa_map", -1)]),
+        also=frozenset([*when_one_is_evicted, ("chain", target.slot(1)), ("accounting", -1), ("swa_map", -1)]),
         what=f"full slots {sorted(slots)} held by nodes {target.node.id} and {node.id}",
     )
 
