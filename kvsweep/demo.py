@@ -106,7 +106,7 @@ class Demo:
         with Live(console=self._console, refresh_per_second=4, transient=True, get_renderable=self._view):
             before = self._answer()
             self._wait_passes(PASSES_BEFORE, at_least=self._fault_after, keep_warm=True)
-            planted, after, found_in = None, before, None
+            planted, after, found_in, early = None, before, None, len(self._service.findings())
             if self._fault != "none" and not self._stop.is_set():
                 planted = self._plant()
                 begin = time.monotonic()
@@ -115,7 +115,7 @@ class Demo:
             self._wait_passes(2)
         if self._crashed:
             raise DemoError(f"the embedded engine crashed: {self._crashed[0]!r}")
-        ok = self._summary(planted, found_in, before, after)
+        ok = self._summary(planted, found_in, before, after, early)
         if self._serve and not self._stop.is_set():
             self._console.print("serving until interrupted (Ctrl-C)")
             self._stop.wait()
@@ -197,11 +197,11 @@ class Demo:
             self._rate = (now, tokens, (tokens - before) / (now - then))
         return self._rate[2] or rate
 
-    def _summary(self, planted: Planted | None, found_in: float | None, before: Any, after: Any) -> bool:
-        """One screen; True if the fault was found and nothing else was."""
+    def _summary(self, planted: Planted | None, found_in: float | None, before: Any, after: Any, early: int) -> bool:
+        """One screen; True if the fault was found and nothing else was; `early`: findings from before it."""
         findings = self._service.findings()
         hits = [finding for finding in findings if planted is not None and planted.found_by(finding)]
-        strays = [finding for finding in findings if planted is None or not planted.explains(finding)]
+        strays = [f for i, f in enumerate(findings) if i < early or planted is None or not planted.explains(f)]
         status = self._service.status()
         table = Table.grid(padding=(0, 2))
         table.add_column(justify="right", style="dim")

@@ -21,6 +21,11 @@ from kvsweep.pool import RealKvMode
 _LOUD = 1e6  # a flipped value stays below: large enough to change the text, far from infinity in every dtype
 
 
+# What memory that was given away twice can show, anywhere.
+CONSEQUENCES = {"chain", "position", "token", "real_kv", "fingerprint", "free_in_tree", "duplicate_owner", "page",
+                "accounting", "swa_map"}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planted:
     """A fault that is now in the cache.
@@ -33,6 +38,7 @@ class Planted:
         segments: a right finding's `segment`, where it has one, is one of these; empty: any.
         also: (check, slot of `pool`) of findings that follow from this fault: true, but not the culprit. Slot -1: any,
             in any pool.
+        spreads: the allocator now gives memory away twice, so true findings may follow anywhere.
         what: one line for people.
     """
 
@@ -42,6 +48,7 @@ class Planted:
     checks: frozenset[str]
     segments: frozenset[str] = frozenset()
     also: frozenset[tuple[str, int]] = frozenset()
+    spreads: bool = False
     what: str
 
     def found_by(self, finding: Mapping[str, Any]) -> bool:
@@ -54,7 +61,9 @@ class Planted:
         )
 
     def explains(self, finding: Mapping[str, Any]) -> bool:
-        """Whether a finding names this fault or follows from it; anything else is a false alarm."""
+        """Whether a finding names this fault or may follow from it; anything else is a false alarm."""
+        if self.spreads and finding["pool"] in ("full", "swa") and finding["check"] in CONSEQUENCES:
+            return True
         check, slot = finding["check"], finding["slot"] if finding["pool"] == self.pool else -1
         return self.found_by(finding) or not {(check, slot), (check, -1)}.isdisjoint(self.also)
 
@@ -167,10 +176,10 @@ def swa_map(target: Target) -> Planted:
     slot_map[slot] = wrong
     return Planted(
         fault="swa_map",
+        spreads=True,
         pool="swa",
         slots=frozenset([right, wrong, slot]),
         checks=frozenset(["swa_map", "duplicate_owner", "position", "token", "chain"]),
-        also=frozenset([("chain", target.slot(1, swa=True)), ("accounting", -1)]),
         what=f"full slot {slot} maps to swa slot {wrong}, not {right}",
     )
 
@@ -179,14 +188,12 @@ def free_in_tree(target: Target) -> Planted:
     """The slot's page is freed while the tree still points at it: a double free in the making."""
     slots = target.page.clone()
     target.engine.allocator.full.free(slots)
-    if_reused = ("chain", "position", "token", "fingerprint", "duplicate_owner")
-    reused = [(check, slot) for check in if_reused for slot in slots.tolist()]
     return Planted(
         fault="free_in_tree",
+        spreads=True,
         pool="full",
         slots=frozenset(slots.tolist()),
         checks=frozenset(["free_in_tree", "duplicate_owner"]),  # the second once the slot has been given away again
-        also=frozenset([*reused, ("chain", target.slot(1)), ("accounting", -1)]),
         what=f"full slots {slots.tolist()} freed while node {target.node.id} holds them",
     )
 
@@ -203,13 +210,12 @@ def double_insert(target: Target) -> Planted:
     node = tree.add(tree.root(), key, page.clone())
     node.swa_tombstone = target.engine.config.window > 0  # the window slots keep one owner
     slots = frozenset(page.tolist())
-    when_one_is_evicted = [(check, slot) for check in ("free_in_tree", "fingerprint", "real_kv") for slot in slots]
     return Planted(
         fault="double_insert",
+        spreads=True,
         pool="full",
         slots=slots,
         checks=frozenset(["duplicate_owner", "chain", "position", "token"]),
-        also=frozenset([*when_one_is_evicted, ("chain", target.slot(1)), ("accounting", -1), ("swa_map", -1)]),
         what=f"full slots {sorted(slots)} held by nodes {target.node.id} and {node.id}",
     )
 
