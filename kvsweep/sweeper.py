@@ -329,13 +329,14 @@ class Sweeper:
 
     def _alive(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """bool [n] each: rows whose slot, and rows whose slot before, were not freed since they were marked."""
-        (alive, chained), *others = (
-            (self._verifiers[name].alive(slots), self._verifiers[name].alive(before))
-            for name, slots, before in self._marks(plan)
-        )
-        for alive_too, chained_too in others:
-            alive &= alive_too
-            chained &= chained_too
+        with self._verifiers[plan.pool.name].turn():
+            (alive, chained), *others = (
+                (self._verifiers[name].alive(slots), self._verifiers[name].alive(before))
+                for name, slots, before in self._marks(plan)
+            )
+            for alive_too, chained_too in others:
+                alive &= alive_too
+                chained &= chained_too
         return alive, chained
 
     async def _settle_rows(self, plan: Plan, verdict: Verdict, pass_number: int, *, seal: bool) -> Settled:
@@ -344,7 +345,8 @@ class Sweeper:
         alive, chained = self._alive(plan)
         settled = await self._verifiers[plan.pool.name].settle(plan.chunk, verdict, alive, pass_number, seal=seal)
         if any(suspect.check == "chain" for suspect in settled.suspects):
-            known = chained.tolist()
+            with self._verifiers[plan.pool.name].turn():
+                known = chained.tolist()
             settled.suspects = [s for s in settled.suspects if s.check != "chain" or known[s.row]]
         return settled
 
@@ -367,11 +369,13 @@ class Sweeper:
         rows = [row for row, is_held in held.items() if is_held]
         still_wrong: set[tuple[int, str, str | None]] = set()
         if rows:
-            again = plan.rows(rows)
+            with self._verifiers[plan.pool.name].turn():
+                again = plan.rows(rows)
             verdict = await self._verify(again)
             self._drain()
             settled = await self._settle_rows(again, verdict, record.number, seal=False)
-            alive = self._alive(again)[0].tolist()
+            with self._verifiers[plan.pool.name].turn():
+                alive = self._alive(again)[0].tolist()
             still_wrong = {(rows[suspect.row], suspect.check, suspect.segment) for suspect in settled.suspects}
             held = await self._held(plan, [row for row, is_alive in zip(rows, alive, strict=True) if is_alive])
             if self.engine.pools_generation != self._generation:  # what was read is no longer where the tree points
@@ -384,7 +388,8 @@ class Sweeper:
             else:
                 finding = byte_finding(self.engine, plan, suspect, first_seen, record.number)
                 if len(self._cases) < MAX_CASES:
-                    self._cases[finding.id] = plan.rows([suspect.row])
+                    with self._verifiers[plan.pool.name].turn():
+                        self._cases[finding.id] = plan.rows([suspect.row])
                 with self._stage("publish"):
                     record.confirmed += self._publish.finding(finding)
                 await self.pacer.after_slice(0.0)  # a cache gone bad has thousands, each a look at its path in the gate
@@ -392,7 +397,8 @@ class Sweeper:
     async def _held(self, plan: Plan, rows: Sequence[int]) -> dict[int, bool]:
         """row -> does the tree hold that slot at that position now? As many rows a slice of the gate as fit."""
         held: dict[int, bool] = {}
-        slots = plan.tree_slots.tolist() if rows else []  # may wait for the device: not under the gate
+        with self._verifiers[plan.pool.name].turn():
+            slots = plan.tree_slots.tolist() if rows else []  # may wait for the device: not under the gate
         left = list(reversed(rows))
         while left:
             with self._stage("settle"):

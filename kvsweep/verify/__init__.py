@@ -128,6 +128,10 @@ class Verifier(Protocol):
         `verify` and `settle`, or has been dropped.
         """
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Any other work on this pool's tensors runs inside this: on CUDA, not while a graph is being captured. Nothing
+        is awaited inside; entering it again inside is fine."""
+
     def mark(self, slots: torch.Tensor) -> None:
         """Put these slots in flight; `forget` takes the mark away again."""
 

@@ -224,6 +224,9 @@ class CpuVerifier:
     def planning(self) -> AbstractContextManager[Staging]:
         return nullcontext(Staging(self.pool.device))
 
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def mark(self, slots: torch.Tensor) -> None:
         index = slots.numpy()
         self._state[index[index > 0]] |= MARK

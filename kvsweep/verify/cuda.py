@@ -122,7 +122,7 @@ class CudaVerifier:
         self._unfenced: list[Any] = []  # given to launches that no token stands behind yet
         self._in_flight: deque[tuple[Any, list[Any]]] = deque()  # token, what must outlive it
         self._device.adopt_thread()
-        with self._turn():
+        with self.turn():
             self._allocate(chunk_slots, seed)
             self._warm_up()
 
@@ -199,7 +199,7 @@ class CudaVerifier:
     # ---- turns, order, completion ----
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         """A moment in which this thread may give the GPU work: not while a graph is being captured."""
         with capture_lock, self._device.current():
             try:
@@ -239,7 +239,7 @@ class CudaVerifier:
         if not capture_lock.acquire(blocking=False):
             return False
         try:
-            with self._turn():
+            with self.turn():
                 while self._in_flight and self._device.query(self._in_flight[0][0]):
                     self._in_flight.popleft()
                 return self._device.query(token)
@@ -257,17 +257,17 @@ class CudaVerifier:
 
     @contextmanager
     def planning(self) -> Iterator[Staging]:
-        with self._turn():
+        with self.turn():
             self._after_engine()
             self._staging.next()
             yield self._staging
 
     def mark(self, slots: torch.Tensor) -> None:
-        with self._turn():
+        with self.turn():
             self._launch_rows(kernels.mark_kernel, slots)
 
     def alive(self, slots: torch.Tensor) -> torch.Tensor:
-        with self._turn():
+        with self.turn():
             n = slots.numel()
             self._next_alive ^= 1
             alive = self._buffers[self._next_alive].alive[:n]
@@ -277,7 +277,7 @@ class CudaVerifier:
         return alive.view(torch.bool)
 
     def forget(self, slots: torch.Tensor | None, page_size: int = 1) -> None:
-        with self._turn():
+        with self.turn():
             if slots is None:
                 self._device.fill(self._state, 0)
                 self._sealed = 0
@@ -300,7 +300,7 @@ class CudaVerifier:
         await self._no_capture()
         self._next_buffers ^= 1
         buffers = self._buffers[self._next_buffers]
-        with self._turn():
+        with self.turn():
             self._after_engine()
             self._device.fill(buffers.counters, 0)
             if stamps:
@@ -314,7 +314,7 @@ class CudaVerifier:
             token = self._fence(chunk, buffers, self.pool)
         await self._completed(token)
         if bool((buffers.host_counters[:, kernels.COUNT_BAD_ROWS] > 0).any()):
-            with self._turn():
+            with self.turn():
                 self._device.copy(buffers.host_rings, buffers.rings)
                 token = self._fence(buffers)
             await self._completed(token)
@@ -323,7 +323,7 @@ class CudaVerifier:
     async def settle(
         self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
     ) -> Settled:
-        with self._turn():
+        with self.turn():
             self._device.fill(self._settle_counters, 0)
             self._count_sealed(kernels.COUNT_SEALED_BEFORE)
             by_segment = self._by_segment if verdict.segment_fingerprints is None else verdict.segment_fingerprints
