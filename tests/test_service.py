@@ -148,8 +148,8 @@ def test_start_and_stop_leave_nothing_behind() -> None:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
         eventually(lambda: not any("AnyIO" in thread.name for thread in threading.enumerate()), "worker thread gone")
         if round_number == 1:
-            threads, files = me.num_threads(), me.num_fds()
-    assert me.num_threads() <= threads and me.num_fds() <= files
+            threads, files = threading.active_count(), me.num_fds()  # Python's: libraries keep pools of their own
+    assert threading.active_count() <= threads and me.num_fds() <= files
 
 
 def test_a_restart_counts_nothing_twice(running: Callable[..., Service]) -> None:

@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -27,6 +28,7 @@ from kvsweep.config import Settings
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig
 from kvsweep.engines.embedded.faults import Planted, plant
 from kvsweep.engines.embedded.traffic import Traffic, generate
+from kvsweep.engines.embedded.tree import Key
 from kvsweep.findings import Finding
 from kvsweep.service import Service
 
@@ -43,6 +45,7 @@ class Report:
     steps: int = 0
     planted: int = 0
     found: int = 0
+    evicted: int = 0
     missed: list[str] = field(default_factory=list)
     false_alarms: list[str] = field(default_factory=list)
     dismissed: dict[str, int] = field(default_factory=dict)
@@ -57,7 +60,7 @@ class Report:
     def ok(self) -> bool:
         return bool(
             self.planted
-            and self.found == self.planted
+            and self.found + self.evicted == self.planted
             and not (self.missed or self.false_alarms or self.errors or self.unhealthy)
             and self.grown_mb <= GROWTH
             and self.leaked_threads <= 0
@@ -126,7 +129,12 @@ class Soak:
         deadline = time.monotonic() + PATIENCE
         planted: Planted | None = None
         while planted is None:
+            before = self._slots(victim)
             self._keep_warm(victim, PASSES_BEFORE)
+            if self._slots(victim) != before:  # evicted and cached anew: not every slot is fingerprinted yet
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"traffic evicts the prefix again and again, for {PATIENCE} s now")
+                continue
             try:
                 planted = plant(fault, self._engine, victim, seed=self._random.randrange(1 << 30))
             except ValueError:  # traffic has evicted it: cache it again
@@ -135,16 +143,25 @@ class Soak:
         self._planted.append(planted)
         self.report.planted += 1
         deadline = time.monotonic() + PATIENCE
-        while not self._found(planted) and time.monotonic() < deadline:
+        while not self._found(planted) and self._slots(victim) == before and time.monotonic() < deadline:
             self._keep_warm(victim, 1)
         if self._found(planted):
             self.report.found += 1
+        elif self._slots(victim) != before:  # evicted before a pass came by: nobody is served by it any more
+            self.report.evicted += 1
         else:
             self.report.missed.append(planted.what)
         healthy, reason = self._service.health()
         if not healthy:
             self.report.unhealthy.append(str(reason))
         self._engine.flush()
+
+    def _slots(self, victim: list[int]) -> list[list[int]]:
+        """The slots that hold the prefix now, in both pools."""
+        with self._engine.gate:
+            tree, slot_map = self._engine.tree, self._engine.allocator.slot_map
+            slots = tree.slots(tree.match(Key(np.array(victim, dtype=np.int64))))
+            return [slots.tolist(), [] if slot_map is None else slot_map[slots].tolist()]
 
     def _found(self, planted: Planted) -> bool:
         return any(planted.found_by(finding.to_dict()) for finding in list(self._findings))
