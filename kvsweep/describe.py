@@ -26,13 +26,13 @@ WHAT_DIFFERS = {
 
 
 def byte_finding(engine: Engine, plan: Plan, suspect: Suspect, first_seen: float, pass_number: int) -> Finding:
-    """The finding for a suspect of the deep pass, one row of `plan`."""
+    """The finding for a suspect of the deep pass, one row of `plan`. Its prefix is None if that was evicted."""
     row = suspect.row
-    node, position = plan.spans.nodes[int(plan.span_of[row])], int(plan.positions[row])
-    slot = int(plan.chunk.slots[row])
+    span, position = int(plan.span_of[row]), int(plan.positions[row])
+    node, slot = plan.spans.nodes[span], int(plan.chunk.slots[row])
     with engine.gate.held():
         namespace, tokens = engine.tree.prefix(node, position)
-    prefix = prefix_hash(namespace, tokens)
+    prefix = prefix_hash(namespace, tokens) if len(tokens) > position else None
     finding = Finding(
         id=finding_id(suspect.check, plan.pool.name, suspect.segment, slot, prefix),
         check=suspect.check,
@@ -40,7 +40,7 @@ def byte_finding(engine: Engine, plan: Plan, suspect: Suspect, first_seen: float
         segment=suspect.segment,
         slot=slot,
         position=position,
-        token=int(tokens[-1]),
+        token=int(engine.tree.tokens(plan.spans.keys[span])[position - plan.spans.starts[span]]),
         node=engine.tree.node_name(node),
         namespace=namespace,
         prefix_hash=prefix,
@@ -61,7 +61,8 @@ def byte_message(finding: Finding) -> str:
     return (
         f"KV cache corruption confirmed: {finding.pool} pool, slot {finding.slot}{where}: "
         f"{WHAT_DIFFERS[finding.check]} (check {finding.check}, expected {finding.expected}, found {finding.actual}). "
-        f"Token {finding.token} at position {finding.position} of prefix {finding.prefix_hash}, node {finding.node}. "
+        f"Token {finding.token} at position {finding.position} of prefix {finding.prefix_hash or '(evicted since)'}, "
+        f"node {finding.node}. "
         "Requests that share this prefix get wrong text until it is evicted or flushed."
     )
 
@@ -82,7 +83,7 @@ def structural_finding(engine: Engine, candidate: Candidate, pass_number: int) -
         segment=None,
         slot=candidate.slots[0] if candidate.slots else None,
         position=position,
-        token=int(tokens[-1]) if tokens is not None and len(tokens) else None,
+        token=int(tokens[position]) if tokens is not None and position is not None and position < len(tokens) else None,
         node=names[0] if names else None,
         namespace=namespace,
         prefix_hash=None if tokens is None else prefix_hash(namespace, tokens),

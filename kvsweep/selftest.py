@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -121,7 +121,7 @@ class _Node:
 
     def __init__(self, parent: _Node | None, key: np.ndarray, value: torch.Tensor | None) -> None:
         self.parent, self.key, self.value = parent, key, value
-        self.children: dict[int, _Node] = {}
+        self.children: list[_Node] = []
 
 
 class _Tree:
@@ -134,11 +134,17 @@ class _Tree:
 
     def add(self, parent: _Node, key: np.ndarray, value: torch.Tensor) -> _Node:
         node = _Node(parent, key, value)
-        parent.children[len(parent.children)] = node
+        parent.children.append(node)
         return node
 
     def root(self) -> _Node:
         return self._root
+
+    def parent(self, node: _Node) -> _Node | None:
+        return node.parent
+
+    def children(self, node: _Node) -> Collection[_Node]:
+        return node.children
 
     def value(self, node: _Node) -> torch.Tensor | None:
         return node.value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -54,9 +55,14 @@ class Spans:
 
 
 class NodeReader(Protocol):
-    """How `NodeCursor` reads one kind of node. Nodes have `children` (dict of nodes) and `parent`."""
+    """How `NodeCursor` reads one kind of node. A node is an object or a number that equals only itself."""
 
     def root(self) -> Any: ...
+
+    def parent(self, node: Any) -> Any:
+        """None for the root. A removed node still knows its parent while that one is a front split from it."""
+
+    def children(self, node: Any) -> Collection[Any]: ...
 
     def value(self, node: Any) -> torch.Tensor | None:
         """The node's device slots; None if it has none: evicted to the host, or the root."""
@@ -69,8 +75,7 @@ class NodeReader(Protocol):
     def swa_resident(self, node: Any) -> bool: ...
 
     def attached(self, node: Any) -> bool:
-        """False once the node was removed from its parent. Only leaves are ever removed, or the whole tree; a removed
-        node keeps its `parent`, which leads to the fronts that splits took from it."""
+        """False once the node was removed from its parent. Only leaves are ever removed, or the whole tree."""
 
 
 class NodeCursor:
@@ -88,6 +93,9 @@ class NodeCursor:
         self._unlocked_only = unlocked_only
         self._swa_resident_only = swa_resident_only
         self._root = reader.root()
+        self._met = 0  # device slots of the nodes visited, copied or skipped
+        self._last: Any = None  # the node visited last in this slice, and its value
+        self._last_value: torch.Tensor | None = None
         # The stack, as parallel lists: a node, the node it was pushed under, and where that one ended.
         self._nodes: list[Any] = []
         self._parents: list[Any] = []
@@ -96,13 +104,14 @@ class NodeCursor:
 
     def advance(self, spans: Spans, max_slots: int, deadline_ns: int) -> bool:
         """See `Cursor.advance`; O(1) Python steps a node, none of them touching a tensor's data."""
-        attached = self._read.attached
-        if self._read.root() is not self._root:  # the tree was reset: nothing it held for the whole pass is left
+        attached, parent_of = self._read.attached, self._read.parent
+        if self._read.root() != self._root:  # the tree was reset: nothing it held for the whole pass is left
             self._nodes.clear()
+        self._last = None  # values may have been replaced between slices
         while self._nodes:
             node, parent, start = self._nodes.pop(), self._parents.pop(), self._starts.pop()
             here = attached(node)
-            if node.parent is not parent:  # split since it was pushed
+            if parent_of(node) != parent:  # split since it was pushed
                 start = self._visit_fronts(node, parent, start, spans)
             if here:
                 self._push_children(node, self._visit(node, start, spans))
@@ -113,10 +122,11 @@ class NodeCursor:
     def _visit_fronts(self, node: Any, ancestor: Any, start: int, spans: Spans) -> int:
         """Visit the fronts that splits have put between `ancestor` and `node`; where they end. They may outlive it."""
         fronts = []
-        while node.parent is not ancestor and node.parent is not None:
-            node = node.parent
+        node = self._read.parent(node)
+        while node is not None and node != ancestor:
             if self._read.attached(node):
                 fronts.append(node)
+            node = self._read.parent(node)
         for front in reversed(fronts):
             start = self._visit(front, start, spans)
         return start
@@ -127,26 +137,33 @@ class NodeCursor:
         key, value = read.key(node), read.value(node)
         size = len(key)
         if value is None:
-            spans.skipped["host_evicted"] += size
+            spans.skipped[self._absent(node)] += size
         elif self._unlocked_only and read.locked(node):
             spans.skipped["locked"] += size
         elif self._swa_resident_only and not read.swa_resident(node):
             spans.skipped["tombstone"] += size
         elif size:
-            parent = node.parent
+            parent = read.parent(node)
             spans.nodes.append(node)
             spans.values.append(value)
             spans.starts.append(start)
             # Read from the parent now, not when the node was pushed: its slots may have been replaced since.
-            spans.prev_values.append(read.value(parent))
+            spans.prev_values.append(self._last_value if parent == self._last else read.value(parent))
             spans.keys.append(key)
             spans.swa_resident.append(read.swa_resident(node))
             spans.num_slots += size
+        if value is not None:
+            self._met += size
+        self._last, self._last_value = node, value
         return start + size
 
+    def _absent(self, node: Any) -> str:
+        """Why a node has no device slots: the reason it is counted under."""
+        return "host_evicted"
+
     def _push_children(self, node: Any, end: int) -> None:
-        children = node.children
+        children = self._read.children(node)
         if children:
-            self._nodes.extend(children.values())
+            self._nodes.extend(children)
             self._parents.extend([node] * len(children))
             self._starts.extend([end] * len(children))

@@ -1,9 +1,14 @@
 """How long does kvsweep block SGLang's scheduler, at a million slots? Prints; asserts nothing.
 
-    python tests/bench/sglang_block.py [rust|python] [seconds=20] [intensity=normal]
+    python tests/bench/sglang_block.py [rust|python] [iterations=3000] [intensity=normal]
 
-Builds a real UnifiedRadixCache with 20,000 nodes of 50 slots, then does what a scheduler does to it (match, insert,
-evict) from one thread, once alone and once beside a running Service, and times every operation. Needs SGLang.
+A real UnifiedRadixCache with 20,000 nodes of 50 slots, full, and one thread that does to it what a scheduler does:
+match, insert, evict as much, wait for the forward. The same operations on the same tree are timed three times: alone,
+with kvsweep's hooks, and beside a running Service. Needs SGLang, and a machine with nothing else to do.
+
+Whatever kvsweep does to the scheduler's thread is one of four things, each timed by itself: a hook that runs in it, a
+wait for the gate, a wait for the GIL (seen as a forward's wait that ends late), and Python's collector, which runs
+more often where more objects stay alive.
 """
 
 from __future__ import annotations
@@ -13,8 +18,10 @@ import os
 import random
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("SGLANG_RUST_BUILD_MODE", "never")
@@ -24,13 +31,17 @@ import torch
 from sglang_caches import Cache, mha_pool, plain_allocator
 
 from kvsweep.config import Settings
+from kvsweep.engine import Pressure
 from kvsweep.service import Service
 
-SLOTS, NODE = 1_000_000, 50
+SLOTS, NODE, DEEP = 1_000_000, 50, 8  # slots in the tree, of a node, nodes of a prompt
+PROMPTS = SLOTS // NODE // DEEP
+WARM_UP = 2000  # iterations until as many nodes go as come
 
 
 def build(core: str) -> Cache:
-    """20,000 nodes: 2,500 prompts of 8 nodes, each extending the one before."""
+    """2,500 prompts of 8 nodes, each extending the one before; hooked meanwhile: the Rust core's mirror learns nodes
+    as they come."""
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -42,82 +53,134 @@ def build(core: str) -> Cache:
     params = CacheInitParams(disable=False, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=1,
                              tree_components=(ComponentType.FULL,), tree_core_backend=core)  # fmt: skip
     cache = Cache(UnifiedRadixCache(params), allocator, 1, False)
-    cache.engine.attach()  # the Rust core's mirror learns nodes as they come
-    for prompt in range(SLOTS // NODE // 8):
-        tokens = [prompt * 1000 + i for i in range(8 * NODE)]
-        for length in range(NODE, 8 * NODE + 1, NODE):
+    cache.engine.attach()
+    for prompt in range(PROMPTS):
+        tokens = [prompt * 1000 + i for i in range(DEEP * NODE)]
+        for length in range(NODE, DEEP * NODE + 1, NODE):
             cache.insert(tokens[:length])
     cache.engine.detach()
     return cache
 
 
-def steps(cache: Cache, seconds: float, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Milliseconds of each operation of a scheduler-like loop: a forward's wait, matches, an insert, an eviction."""
-    picks, times, end = random.Random(1), [], time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        time.sleep(0.004)  # the forward pass, in which the scheduler's thread waits
-        for _ in range(10):
-            prompt = picks.randrange(SLOTS // NODE // 8)
-            tokens = [prompt * 1000 + i for i in range(picks.randrange(1, 8 * NODE))]
-            begin = clock()
-            cache.match(tokens)
-            times.append((clock() - begin) * 1000)
-        tokens = [picks.randrange(1 << 30) for _ in range(100)]
-        for operation in (lambda: cache.insert(tokens), lambda: cache.evict(100)):  # noqa: B023
-            begin = clock()
-            operation()
-            times.append((clock() - begin) * 1000)
-    return times
+class Timed:
+    """Milliseconds of each kind of thing; its clock is of the thread's CPU: nobody's preemption counts."""
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self.times: dict[str, array[float]] = {}
+        self._clock = clock
+
+    def add(self, kind: str, seconds: float) -> None:
+        self.times.setdefault(kind, array("d")).append(seconds * 1000)
+
+    def call(self, kind: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        begin = self._clock()
+        work(*args, **kwargs)
+        self.add(kind, self._clock() - begin)
+
+    def watch_collector(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = self._clock()
+        else:
+            self.add(f"collector, gen {info['generation']}", self._clock() - self._collecting)
+
+    def show(self, title: str) -> None:
+        print(title)
+        for kind, times in sorted(self.times.items()):
+            ordered = sorted(times)
+            p50, p99, p999 = (ordered[int(q * (len(ordered) - 1))] for q in (0.5, 0.99, 0.999))
+            print(f"  {kind:26} n={len(ordered):7} p50={p50:.3f} p99={p99:.3f} p99.9={p999:.3f} max={ordered[-1]:.3f}")
 
 
-def slices(cache: Cache) -> list[float]:
-    """Milliseconds of CPU of each 100 us slice of one walk: what a hold of the gate costs where nobody preempts it."""
+def schedule(cache: Cache, iterations: int, timed: Timed, forward: float = 0.0) -> None:
+    """What a scheduler does, at a constant number of slots: ten matches that hit, one of which splits a node, a new
+    prompt, an eviction of as much, a forward of so many seconds (without one there is no sweep to drain the journal:
+    it is done here)."""
+    picks = random.Random(1)
+    gc.collect()
+    gc.freeze()  # as SGLang does after its warm-up
+    for iteration in range(iterations):
+        if not forward and iteration % 100 == 0:
+            cache.engine.journal.drain()
+        for i in range(10):
+            prompt = picks.randrange(PROMPTS)
+            length = picks.randrange(1, DEEP * NODE) if i == 9 else picks.randrange(1, DEEP + 1) * NODE
+            tokens = [prompt * 1000 + i for i in range(length)]
+            timed.call("match", cache.match, tokens)
+        timed.call("insert", cache.insert, [picks.randrange(1 << 30) for _ in range(2 * NODE)])
+        timed.call("evict", cache.evict, 2 * NODE)
+        if forward:
+            begin = time.perf_counter()
+            time.sleep(forward)  # the forward pass, in which the scheduler's thread waits
+            timed.add("forward ended late", time.perf_counter() - begin - forward)
+
+
+def run(core: str, iterations: int, *, hooked: bool) -> tuple[Cache, Timed]:
+    """CPU time of the operations in a steady state, with or without the hooks."""
+    cache, timed = build(core), Timed()
+    guard, freed = cache.engine._guard, cache.engine.journal.freed
+    if hooked:
+        cache.engine._guard = lambda note, *args, **kwargs: timed.call(  # type: ignore[method-assign]
+            "of it hooks into the tree", guard, note, *args, **kwargs
+        )
+        cache.engine.journal.freed = lambda *args: timed.call(  # type: ignore[method-assign]
+            "of it journal", freed, *args
+        )
+        cache.engine.attach()
+    schedule(cache, WARM_UP, Timed())
+    timed.times.clear()
+    gc.callbacks.append(timed.watch_collector)
+    schedule(cache, iterations, timed)
+    gc.callbacks.remove(timed.watch_collector)
+    cache.engine.detach()
+    cache.engine._guard, cache.engine.journal.freed = guard, freed  # type: ignore[method-assign]
+    return cache, timed
+
+
+def slices(cache: Cache) -> Timed:
+    """Each 100 us slice of one walk: what a hold of the gate costs where nobody preempts it."""
     from kvsweep.tree import Spans
 
-    cursor, done, times = cache.engine.tree.cursor(), False, []
+    cursor, done, timed = cache.engine.tree.cursor(), False, Timed()
+
+    def one() -> None:
+        nonlocal done
+        done = cursor.advance(Spans(), 13_000, time.perf_counter_ns() + 100_000)
+
     while not done:
-        spans = Spans()
-        begin = time.thread_time_ns()
-        done = cursor.advance(spans, 13_000, time.perf_counter_ns() + 100_000)
-        times.append((time.thread_time_ns() - begin) / 1e6)
-    return times
+        timed.call("slice", one)
+    return timed
 
 
-def show(title: str, times: list[float]) -> None:
-    times = sorted(times)
-    quantiles = {q: times[int(q * (len(times) - 1))] for q in (0.5, 0.99, 0.999)}
-    print(f"{title:24} n={len(times):7} p50={quantiles[0.5]:.3f} p99={quantiles[0.99]:.3f} "
-          f"p99.9={quantiles[0.999]:.3f} max={times[-1]:.3f} ms")  # fmt: skip
-
-
-def main(core: str = "rust", seconds: str = "20", intensity: str = "normal") -> None:
+def main(core: str = "rust", iterations: str = "3000", intensity: str = "normal") -> None:
     torch.set_num_threads(1)
-    begin = time.perf_counter()
-    cache = build(core)
-    print(f"{core} core, {cache.core.full_evictable_size()} slots, built in {time.perf_counter() - begin:.0f} s")
-    begin = time.perf_counter()
+    count = int(iterations)
+    cache, alone = run(core, count, hooked=False)
+    alone.show(f"{core} core, {cache.core.full_evictable_size()} slots; alone, ms of CPU")
+    del cache
+    cache, hooked = run(core, count, hooked=True)
+    hooked.show("the same with kvsweep's hooks, ms of CPU")
     if core == "rust":
+        begin = time.perf_counter()
         cache.core.walk_for_kv_canary(False, False)
         print(f"SGLang's own whole-tree walk: {(time.perf_counter() - begin) * 1000:.1f} ms")
-    begin = time.perf_counter()
-    spans = cache.sweep()
-    print(f"kvsweep's walk in one go: {(time.perf_counter() - begin) * 1000:.1f} ms, {len(spans)} nodes, "
-          f"{spans.num_slots} slots, untracked {spans.skipped['untracked']}")  # fmt: skip
-    del spans
-    gc.freeze()  # as a scheduler after its warm-up
-    show("slices, CPU time", slices(cache))
-    show("alone, CPU time", steps(cache, float(seconds) / 2, time.thread_time))
-    cache.engine.attach()
-    show("hooked, CPU time", steps(cache, float(seconds) / 2, time.thread_time))
-    cache.engine.detach()
-    show("alone", steps(cache, float(seconds)))
-    settings = Settings(http=False, intensity=intensity, cycle_target=5.0, light_interval=0)
+    slices(cache).show("kvsweep's walk, ms of CPU")
+
+    wall = Timed(time.perf_counter)
+    schedule(cache, count, wall, forward=0.004)
+    wall.show("alone, ms by the clock")
+    cache.engine.pressure = lambda: Pressure(running=8)  # type: ignore[method-assign]  # no more than its budgets
+    settings = Settings(http=False, intensity=intensity, light_interval=0)
     service = Service(cache.engine, settings)
     assert service.start(), service.reason
-    show(f"beside kvsweep ({intensity})", steps(cache, float(seconds)))
+    wall, collector = Timed(time.perf_counter), Timed()
+    gc.callbacks.append(collector.watch_collector)
+    schedule(cache, count, wall, forward=0.004)
+    gc.callbacks.remove(collector.watch_collector)
     status = service.status()
     service.stop()
-    print({name: round(value, 1) for name, value in status["gate"].items()})
+    wall.show(f"beside kvsweep ({intensity}), ms by the clock")
+    collector.show("of it the collector, in either thread, ms of CPU")
+    print("gate, us:", {name: round(value, 1) for name, value in status["gate"].items()})
     print(
         f"passes {status['passes']}, findings {status['findings']}, skipped {status['coverage']['pools'][0]['skipped']}"
     )

@@ -104,14 +104,15 @@ def test_nodes_being_loaded_are_skipped_with_a_reason(core: str):
     cache.engine.attach()
     cache.insert(list(range(40)))
     cache.insert(list(range(100, 130)))
-    (first, _) = sorted(cache.sweep().nodes, key=lambda node: node.id)
-    loading = cache.engine.tree.loading
-    loading.begin(first.id, [first.id], cache.engine.tree.reader.newest())
+    reader, loading = cache.engine.tree.reader, cache.engine.tree.loading
+    (node, _) = sorted(cache.sweep().nodes, key=reader.id)
+    first = reader.id(node)
+    loading.begin(first, [first], reader.newest())
     cache.match(list(range(10)))  # splits the node under way
     spans = cache.sweep()
     assert spans.skipped["loading"] == 40
-    assert cache.engine.tree.slot_at(first, 20) is None
-    loading.end(first.id)
+    assert cache.engine.tree.slot_at(node, 20) is None
+    loading.end(first)
     assert cache.sweep().num_slots == 70
     cache.engine.detach()
 

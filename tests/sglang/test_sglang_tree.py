@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 pytest.importorskip("sglang.srt", reason="needs SGLang 0.5.23: tests/sglang/cpu_server/setup.sh VENV")
@@ -9,6 +11,7 @@ pytest.importorskip("sglang.srt", reason="needs SGLang 0.5.23: tests/sglang/cpu_
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_caches import Cache, make_cache
 
@@ -136,7 +139,7 @@ def test_tokens_and_namespaces(cache: Cache):
     for node, key, start in zip(spans.nodes, spans.keys, spans.starts, strict=True):
         namespace, prefix = tree.prefix(node, start + len(key) - 1)
         assert prefix.tolist()[start:] == tree.tokens(key).tolist()
-        if not node.children:
+        if not tree.reader.children(node):
             full.add((namespace or None, tuple(prefix.tolist())))
         assert tree.node_name(node)
     assert full == expected
@@ -158,6 +161,69 @@ def test_trees_of_bigrams(kind: str, page_size: int):
     for node, key, start in zip(spans.nodes, spans.keys, spans.starts, strict=True):
         prefix = cache.engine.tree.prefix(node, start + len(key) - 1)[1].tolist()
         assert prefix in (tokens[: len(prefix)], (tokens[:100] + list(range(900, 980)))[: len(prefix)])
+    cache.engine.detach()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "swa" not in kind])  # where any prefix can be matched
+def test_the_fronts_of_an_evicted_node_are_found_through_it(kind: str):
+    """I1: what was handed out as one node, then split twice and partly evicted, is looked up where it still is."""
+    cache = make_cache(kind)
+    cache.engine.attach()
+    cache.insert(list(range(60)))
+    spans = cache.sweep()
+    (node,), (slots,) = spans.nodes, [value.tolist() for value in spans.values]
+    look = lambda position: cache.engine.tree.slot_at(node, position)  # noqa: E731
+    for held in (40, 20):
+        cache.match(list(range(held)))
+        lock = cache.cache.lock(last_node(cache, list(range(held))))
+        cache.evict(1000)
+        assert [look(position) for position in (0, held - 1)] == [slots[0], slots[held - 1]]
+        assert look(held) is None and look(59) is None
+        cache.cache.unlock(lock)
+    cache.evict(1000)
+    assert look(0) is None and cache.sweep().num_slots == 0
+    cache.engine.detach()
+
+
+def last_node(cache: Cache, tokens: list[int]):
+    return cache.cache.match_prefix(MatchPrefixParams(key=cache.key(tokens))).last_device_node
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=steps)
+def test_the_mirror_forgets_what_the_core_forgets(steps):
+    """I5: whatever the tree went through, an empty tree leaves nothing in the mirror but its root."""
+    cache = make_cache("rust", 2048)
+    cache.engine.attach()
+    mirror = cache.engine.tree.reader
+    for step, spec in steps:
+        apply(cache, step, spec)
+        cache.sweep()
+        assert len(mirror._nodes) == len(mirror._by_name) + 1
+        assert len(mirror._gone) == len(mirror._tails) < len(mirror._nodes)
+    cache.evict(4096)
+    assert cache.sweep().num_slots == 0
+    assert len(mirror._nodes) == 1 and not mirror._nodes[mirror.root()][2]
+    assert not (mirror._by_name or mirror._namespaces or mirror._gone or mirror._tails)
+    cache.engine.detach()
+
+
+def test_the_mirror_is_nothing_to_the_collector():
+    """Issue 4, item 2: the scheduler is not stopped by Python's collector for what kvsweep keeps of its tree."""
+    cache = make_cache("rust", 24_000)
+    cache.engine.attach()
+
+    def grow(first: int) -> None:
+        for prompt in range(first, first + 1000):
+            cache.insert([prompt * 10 + i for i in range(8)])
+            cache.match([prompt * 10 + i for i in range(5)])
+        gc.collect()
+
+    grow(0)
+    before = len(gc.get_objects())
+    grow(1000)
+    added = len(gc.get_objects()) - before
+    assert added < 100 and cache.sweep().num_slots == 16_000
     cache.engine.detach()
 
 
@@ -214,15 +280,16 @@ def test_nodes_on_the_host_are_skipped_and_come_back(kind: str):
     cache.match(tokens[:25])  # two nodes: 25 and 15
     core = cache.core
     core.set_hicache_enabled()
-    (front, tail) = sorted(cache.sweep().nodes, key=lambda node: len(node.key), reverse=True)
+    spans, reader = cache.sweep(), cache.engine.tree.reader
+    (front, tail) = sorted(spans.nodes, key=lambda node: len(reader.key(node)), reverse=True)
     for node in (front, tail):
-        core.commit_backup(node.id, torch.arange(1, len(node.key) + 1), {})
-    cache.cache._demote(tail.id, {ComponentType.FULL: 0})
+        core.commit_backup(reader.id(node), torch.arange(1, len(reader.key(node)) + 1), {})
+    cache.cache._demote(reader.id(tail), {ComponentType.FULL: 0})
     spans = cache.sweep()
     assert spans.skipped["host_evicted"] == 15 and spans.num_slots == 25
     assert spans.skipped["untracked"] == 0
     assert cache.engine.tree.slot_at(tail, 30) is None
-    core.insert_host(tail.id, cache.key(list(range(40, 48))), torch.arange(100, 108), ["h"] * 8)
+    core.insert_host(reader.id(tail), cache.key(list(range(40, 48))), torch.arange(100, 108), ["h"] * 8)
     spans = cache.sweep()
     assert spans.skipped["host_evicted"] == 23
     assert {tuple(cache.engine.tree.prefix(node, 24)[1]) for node in spans.nodes} == {tuple(range(25))}
@@ -242,16 +309,16 @@ def test_a_load_back_is_waited_for(kind: str):
     cache.insert(tokens)
     core = cache.core
     core.set_hicache_enabled()
-    (node,) = cache.sweep().nodes
-    core.commit_backup(node.id, torch.arange(1, 41), {})
-    cache.cache._demote(node.id, {ComponentType.FULL: 0})
+    (node,) = map(cache.engine.tree.reader.id, cache.sweep().nodes)
+    core.commit_backup(node, torch.arange(1, 41), {})
+    cache.cache._demote(node, {ComponentType.FULL: 0})
     assert cache.sweep().skipped["host_evicted"] == 40
-    transfer, others = core.build_load_back_spec(node.id)
+    transfer, others = core.build_load_back_spec(node)
     fresh = cache.alloc(40)
-    actions = core.commit_load_back(node_id=node.id, device_indices=fresh, kv_xfer=transfer, comp_xfers=others)
+    actions = core.commit_load_back(node_id=node, device_indices=fresh, kv_xfer=transfer, comp_xfers=others)
     assert actions == []
     spans = cache.sweep()
     assert spans.skipped == {"loading": 40} and spans.num_slots == 0
-    core.finish_load_back(node.id)
+    core.finish_load_back(node)
     assert {row[:2] for row in cache.rows(cache.sweep())} == {(int(slot), i) for i, slot in enumerate(fresh)}
     cache.engine.detach()

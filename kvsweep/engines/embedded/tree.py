@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -201,6 +201,12 @@ class RadixTree:
 
     def root(self) -> Node:
         return self._root
+
+    def parent(self, node: Node) -> Node | None:
+        return node.parent
+
+    def children(self, node: Node) -> Collection[Node]:
+        return node.children.values()
 
     def value(self, node: Node) -> torch.Tensor | None:
         return node.value

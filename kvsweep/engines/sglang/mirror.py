@@ -3,22 +3,23 @@
 The Rust core hands out its tree only whole, and blocks every other call meanwhile. But it answers for one node at a
 time, in under a microsecond, if asked by id: `get_component_device_value`, `get_node_key_lengths` and, for the ids
 and extents of a root path, `collect_path_info`. What it cannot give is which nodes there are, and their tokens. So the
-mirror keeps just that: for each node its id, its parent, its children and its tokens (8 bytes a token). Values are
-never copied: they are asked for when a node is visited, so a span is always what the tree holds at that instant.
+mirror keeps just that: for each node its parent, its children and its tokens (8 bytes a token). Values are never
+copied: they are asked for when a node is visited, so a span is always what the tree holds at that instant.
 
 The mirror learns where nodes come from: the last node of an insert or of a match is followed by its root path, which
-names every node on it, fronts of splits included. Node ids are never used twice, a node keeps its id and its tail for
-life, and a split gives its front to a new node; hence a node whose length no longer is what the mirror has was split
-where the mirror was not told, and is repaired from its own path. A node that goes (eviction) is repaired first, lest
-its front be lost with it.
+names every node on it, fronts of splits included. Node ids only grow and are never used twice, a node keeps its id and
+its tail for life, and a split gives its front to a new node; hence a node whose length no longer is what the mirror has
+was split where the mirror was not told, and is repaired from its own path. A node that goes (eviction) is repaired
+first, lest its front be lost with it. And a node whose parent is the younger one lost its front to that parent.
 
-All of this runs in the scheduler's thread or under the gate. What it keeps is made of few objects that Python's cyclic
-collector tracks (one a node, and a dict for each that has children): while a tree grows, the collector runs in the
-scheduler's thread, about once in 7,000 new nodes for a millisecond; it did so for up to 8 ms with three objects a node.
+All of this runs in the scheduler's thread or under the gate. So the mirror is a table of numbers, bytes and arrays, and
+not a tree of objects: nothing in it is tracked by Python's cyclic collector, which would go through all of it now and
+then and stop the scheduler for milliseconds (2 ms once in 7,000 new nodes, more the larger the tree).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -26,38 +27,20 @@ import torch
 
 from kvsweep.engines.sglang.tree import FULL, MAMBA, SWA, Loading
 
-NO_CHILDREN: dict[bytes, MirrorNode] = {}  # of every leaf; never written
-
-
-class MirrorNode:
-    """A node of the Rust tree.
-
-    Attributes:
-        id: the core's id.
-        raw: int64 tokens; one more than `len(key)` in a bigram (EAGLE) tree.
-        key: int64 [n], the first token of each of the node's n slots.
-        namespace: (extra_key, cache_salt) of the path.
-    """
-
-    __slots__ = ("children", "id", "key", "namespace", "parent", "raw")
-
-    def __init__(self, node_id: int, parent: MirrorNode | None, raw: np.ndarray, size: int, namespace: Any) -> None:
-        self.id = node_id
-        self.parent = parent
-        self.children = NO_CHILDREN
-        self.raw = raw
-        self.key = raw[:size]
-        self.namespace = namespace
+ID_BITS = 44  # of a node: the core's id below, the tree's generation above, so that no node is taken for one of another
+ID_MASK = (1 << ID_BITS) - 1
+PACKED = np.dtype("<i8")  # nodes in a bytearray, which the collector does not track as it does a list
 
 
 class RustMirror:
-    """`TreeReader` over a RustUnifiedTreeCore; `learn` and `forget` are called by the engine's hooks."""
+    """`TreeReader` over a RustUnifiedTreeCore; nodes are ints. `learn` and `forget` are called by the engine's hooks,
+    with ids of the core."""
 
     def __init__(self, core: Any, loading: Loading) -> None:
         self.generation = 0
         self._core = core
         self._loading = loading
-        self._extra = 1 if core.is_eagle else 0  # raw tokens beyond the slots of a key
+        self._extra = 1 if core.is_eagle else 0  # raw tokens beyond the slots of a key, which are pairs of tokens then
         self._first = core.page_size + self._extra  # raw tokens that tell siblings apart
         self._swa = SWA in core.tree_components
         self._mamba = MAMBA in core.tree_components
@@ -69,22 +52,28 @@ class RustMirror:
     def reset(self) -> None:
         """The core dropped its whole tree."""
         self.generation += 1
-        self._root = MirrorNode(0, None, np.empty(0, dtype=np.int64), 0, None)
-        self._nodes: dict[int, MirrorNode] = {}
-        self._namespaces: dict[Any, Any] = {}  # one tuple for all nodes of a namespace
+        self._root = self.generation << ID_BITS
+        # node -> (parent, int64 raw tokens, children as packed int64). Plain tuples: the collector lets go of them.
+        self._nodes: dict[int, tuple[int, np.ndarray, bytearray]] = {}
+        self._nodes[self._root] = -1, np.empty(self._extra, dtype=np.int64), bytearray()
+        self._by_name: dict[bytes, int] = {}
+        self._namespaces: dict[int, tuple[Any, Any]] = {}  # node below the root -> its (extra_key, cache_salt)
+        self._gone: dict[int, int] = {}  # a node that was evicted -> the front that was split from it, which was not
+        self._tails: dict[int, int] = {}  # the same the other way round
         self._newest = 0
+
+    # ---- told by the hooks ----
 
     def learn(self, node_id: int | None, key: Any, base: int = 0) -> None:
         """A match or an insert of RadixKey `key`, whose first token is at position `base`, ended at this node."""
         if node_id is None:
             return
-        node = self._nodes.get(node_id)
-        if node is not None and self._lengths([node_id])[0] == len(node.key):
+        node = self._nodes.get(self._root + node_id)
+        if node is not None and self._lengths([node_id])[0] == self._size(node):
             return
         if node is None and self._core.is_root(node_id):
             return
-        namespace = (key.extra_key, key.cache_salt)
-        self._follow(node_id, key.token_ids, self._namespaces.setdefault(namespace, namespace), base)
+        self._follow(node_id, key.token_ids, (key.extra_key, key.cache_salt), base)
 
     def end(self, node_id: int) -> int:
         """Position after the last slot of a node."""
@@ -92,61 +81,84 @@ class RustMirror:
         return int(path[-1][3]) if path else 0
 
     def forget(self, node_id: int) -> None:
-        """The core may just have dropped this node, whose children were dropped before."""
-        node = self._nodes.get(node_id)
-        if node is not None and not self._alive(node_id):
+        """The core may just have dropped this node, and all below it."""
+        node = self._root + node_id
+        if node in self._nodes and not self._alive(node):
             self._drop(node)
 
     def repair(self, node_id: int) -> None:
         """Learn the fronts that splits took from this node since it was last looked at."""
-        node = self._nodes.get(node_id)
-        if node is not None:
-            self.attached(node)
+        self.attached(self._root + node_id)
 
-    def root(self) -> MirrorNode:
+    # ---- read by cursors and lookups ----
+
+    def root(self) -> int:
         return self._root
 
-    def node(self, handle: Any) -> MirrorNode | None:
-        return self._nodes.get(handle)
+    def parent(self, node: int) -> int | None:
+        known = self._nodes.get(node)
+        if known is None:
+            return self._gone.get(node)
+        return None if node == self._root else known[0]
+
+    def children(self, node: int) -> Collection[int]:
+        known = self._nodes.get(node)
+        children: list[int] = np.frombuffer(known[2], dtype=PACKED).tolist() if known is not None and known[2] else []
+        return children
+
+    def id(self, node: int) -> int:
+        return node & ID_MASK
+
+    def node(self, handle: Any) -> int | None:
+        node = self._root + int(handle)
+        return node if node in self._nodes else None
 
     def newest(self) -> int:
-        return self._newest
+        return self._newest & ID_MASK
 
-    def value(self, node: MirrorNode) -> torch.Tensor | None:
-        if node is self._root or node.id in self._loading:
+    def value(self, node: int) -> torch.Tensor | None:
+        if node == self._root or node not in self._nodes or (node & ID_MASK) in self._loading:
             return None
-        value: torch.Tensor | None = self._value(node.id, FULL)
+        value: torch.Tensor | None = self._value(node & ID_MASK, FULL)
         return value
 
-    def key(self, node: MirrorNode) -> np.ndarray:
-        return node.key
+    def key(self, node: int) -> np.ndarray:
+        """int64 [n], the first token of each of the node's n slots; nothing for a node that is gone."""
+        known = self._nodes.get(node)
+        if known is None:
+            return np.empty(0, dtype=np.int64)
+        return known[1][: self._size(known)] if self._extra else known[1]
 
     def tokens(self, key: np.ndarray) -> np.ndarray:
         return key
 
-    def namespace(self, node: MirrorNode) -> str:
-        return (node.namespace[0] if node.namespace else None) or ""
+    def namespace(self, node: int) -> str:
+        above = self.parent(node)
+        while above is not None and above != self._root:
+            node, above = above, self.parent(above)
+        return self._namespaces.get(node, ("", ""))[0] or ""
 
-    def locked(self, node: MirrorNode) -> bool:
+    def locked(self, node: int) -> bool:
         return False  # the core does not tell
 
-    def swa_resident(self, node: MirrorNode) -> bool:
-        return not self._swa or self._value(node.id, SWA) is not None
+    def swa_resident(self, node: int) -> bool:
+        return not self._swa or self._value(node & ID_MASK, SWA) is not None
 
-    def attached(self, node: MirrorNode) -> bool:
-        if self._nodes.get(node.id) is not node:
-            return False
+    def attached(self, node: int) -> bool:
+        known = self._nodes.get(node)
+        if known is None or node == self._root:
+            return known is not None
         try:
-            size = self._lengths([node.id])[0]
+            size = self._lengths([node & ID_MASK])[0]
         except KeyError:
             self._drop(node)
             return False
-        if size != len(node.key):
-            self._follow(node.id, (), node.namespace)
+        if size != self._size(known):
+            self._follow(node & ID_MASK, (), ("", ""))
         return True
 
-    def mamba_slots(self, node: MirrorNode) -> int:
-        value = self._value(node.id, MAMBA) if self._mamba else None
+    def mamba_slots(self, node: int) -> int:
+        value = self._value(node & ID_MASK, MAMBA) if self._mamba and node in self._nodes else None
         return 0 if value is None else int(value.numel())
 
     def untracked(self, seen: int) -> int:
@@ -154,7 +166,9 @@ class RustMirror:
         binding = self._core._binding
         return int(binding.full_evictable_size() + binding.full_protected_size() - seen)
 
-    def _follow(self, node_id: int, tokens: Any, namespace: Any, base: int = 0) -> None:
+    # ---- inside ----
+
+    def _follow(self, node_id: int, tokens: Any, namespace: tuple[Any, Any], base: int = 0) -> None:
         """Bring the root path of a node up to date, as far as tokens are known.
 
         Args:
@@ -163,61 +177,86 @@ class RustMirror:
         path = self._paths([node_id])[0]  # (id, parent id, start, end, ...) of each node, root excluded
         parent = self._root
         for i, (path_id, _, start, end, *_) in enumerate(path):
-            node = self._nodes.get(path_id)
-            if node is None:
-                below = next((self._nodes[later[0]] for later in path[i + 1 :] if later[0] in self._nodes), None)
+            node = self._root + path_id
+            if node not in self._nodes:
+                later = (self._root + later_id for later_id, *_ in path[i + 1 :])
+                below = next((self._nodes[node] for node in later if node in self._nodes), None)
                 if below is not None:  # between two known nodes there are only fronts of the lower one
-                    raw = below.raw[: end - start + self._extra]
+                    raw = below[1][: end - start + self._extra]
                 elif start >= base:
                     raw = tokens[start - base : end - base + self._extra]
                 else:
                     return
-                node = MirrorNode(path_id, parent, np.array(raw, dtype=np.int64), end - start, namespace)
-                self._adopt(node)
+                if len(raw) != end - start + self._extra:
+                    raise RuntimeError(f"node {path_id} of the Rust tree core has {end - start} slots, and its tokens "
+                                       f"are known of {len(raw) - self._extra}")  # fmt: skip
+                self._adopt(node, parent, np.array(raw, dtype=np.int64), namespace)
             parent = node
 
-    def _adopt(self, node: MirrorNode) -> None:
+    def _adopt(self, node: int, parent: int, raw: np.ndarray, namespace: tuple[Any, Any]) -> None:
         """Hang a new node below its parent; a living node in its place lost its front to it."""
-        parent = node.parent
-        assert parent is not None
-        before = parent.children.get(self._name(node))
-        self._hang(node, parent)
-        self._nodes[node.id] = node
-        self._newest = max(self._newest, node.id)
-        if before is not None and self._alive(before.id):
-            self._cut(before, node)
-        elif before is not None:
-            self._nodes.pop(before.id, None)
+        name = self._name(parent, raw, namespace)
+        before = self._by_name.get(name)
+        if before is not None and not self._alive(before):
+            self._drop(before)
+            before = None
+        self._newest = max(self._newest, node)
+        if before is None:
+            self._hang(node, parent, raw, bytearray(), name)
+        else:
+            _, whole, children = self._nodes[before]
+            if parent == self._root:
+                namespace = self._namespaces.pop(before)
+            self._unhang(before, parent)
+            self._hang(node, parent, raw, bytearray(), name)
+            rest = whole[len(raw) - self._extra :]
+            self._hang(before, node, rest, children, self._name(node, rest, namespace))
+        if parent == self._root:
+            self._namespaces[node] = namespace
 
-    def _cut(self, node: MirrorNode, front: MirrorNode) -> None:
-        """`front` took the first len(front.key) slots of `node` and is its parent now."""
-        size = len(node.key) - len(front.key)
-        node.raw = node.raw[len(front.key) :]
-        node.key = node.raw[:size]
-        self._hang(node, front)
+    def _hang(self, node: int, parent: int, raw: np.ndarray, children: bytearray, name: bytes) -> None:
+        self._nodes[node] = parent, raw, children
+        self._nodes[parent][2].extend(node.to_bytes(8, "little"))
+        self._by_name[name] = node
 
-    def _hang(self, node: MirrorNode, parent: MirrorNode) -> None:
-        node.parent = parent
-        if parent.children is NO_CHILDREN:
-            parent.children = {}
-        parent.children[self._name(node)] = node
+    def _unhang(self, node: int, parent: int) -> None:
+        """Off the list of its parent's children; the last of them takes its place."""
+        children = self._nodes[parent][2]
+        place = 8 * int(np.flatnonzero(np.frombuffer(children, dtype=PACKED) == node)[0])
+        children[place : place + 8] = children[-8:]
+        del children[-8:]
 
-    def _drop(self, node: MirrorNode) -> None:
-        del self._nodes[node.id]
-        parent = node.parent
-        assert parent is not None
-        name = self._name(node)
-        if parent.children.get(name) is node:
-            del parent.children[name]
+    def _drop(self, node: int) -> None:
+        """Take a node out, and all that hangs below it. Where the front of one stays, note which: it may be asked for
+        by who knows the node only."""
+        self._unhang(node, self._nodes[node][0])
+        leaving = [node]
+        while leaving:
+            node = leaving.pop()
+            leaving.extend(self.children(node))
+            parent, raw, _ = self._nodes.pop(node)
+            name = self._name(parent, raw, self._namespaces.pop(node, ("", "")))
+            if self._by_name.get(name) == node:
+                del self._by_name[name]
+            if parent > node and (parent in self._nodes or parent in self._gone):
+                self._gone[node], self._tails[parent] = parent, node
+            else:  # with it, what led here leads nowhere any more
+                tail = self._tails.pop(node, None)
+                while tail is not None:
+                    del self._gone[tail]
+                    tail = self._tails.pop(tail, None)
 
-    def _name(self, node: MirrorNode) -> bytes:
-        """What tells a node from its siblings: its first tokens, and at the root the namespace."""
-        first = node.raw[: self._first].tobytes()
-        return first + repr(node.namespace).encode() if node.parent is self._root else first
+    def _name(self, parent: int, raw: np.ndarray, namespace: tuple[Any, Any]) -> bytes:
+        """What tells a node from all others: its parent and its first tokens, and at the root the namespace."""
+        name = parent.to_bytes(8, "little") + raw[: self._first].tobytes()
+        return name + repr(namespace).encode("utf-8", "surrogatepass") if parent == self._root else name
 
-    def _alive(self, node_id: int) -> bool:
+    def _size(self, known: tuple[int, np.ndarray, bytearray]) -> int:
+        return len(known[1]) - self._extra
+
+    def _alive(self, node: int) -> bool:
         try:
-            self._lengths([node_id])
+            self._lengths([node & ID_MASK])
         except KeyError:
             return False
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,11 +18,15 @@ LockRefs = Callable[[Sequence[Any]], tuple[list[int], list[int]]]
 
 
 class TreeReader(Protocol):
-    """`NodeReader` and what `NodeTree` needs besides. Nodes have `id`, `children` (dict), `parent` (None: root)."""
+    """`NodeReader` and what `NodeTree` needs besides."""
 
     generation: int  # resets so far
 
     def root(self) -> Any: ...
+
+    def parent(self, node: Any) -> Any: ...
+
+    def children(self, node: Any) -> Collection[Any]: ...
 
     def value(self, node: Any) -> torch.Tensor | None: ...
 
@@ -33,7 +37,10 @@ class TreeReader(Protocol):
     def swa_resident(self, node: Any) -> bool: ...
 
     def attached(self, node: Any) -> bool:
-        """As in `NodeReader`. Where nodes are copies of the engine's, this is also when one is brought up to date."""
+        """As in `NodeReader`. Where nodes stand for the engine's, this is also when one is brought up to date."""
+
+    def id(self, node: Any) -> int:
+        """The engine's number of a node."""
 
     def tokens(self, key: Any) -> np.ndarray:
         """int64 [len(key)]."""
@@ -93,7 +100,6 @@ class SGLangCursor(NodeCursor):
         super().__init__(tree.reader, **filters)
         self._tree = tree
         self._changes = tree.changes
-        self._seen = 0  # device slots met
 
     def advance(self, spans: Spans, max_slots: int, deadline_ns: int) -> bool:
         """See `Cursor.advance`.
@@ -105,25 +111,23 @@ class SGLangCursor(NodeCursor):
             raise RuntimeError(self._tree.broken)
         done = super().advance(spans, max_slots, deadline_ns)
         if done and self._changes == self._tree.changes:  # else the two counts are of different moments
-            untracked = self._tree.reader.untracked(self._seen)
+            untracked = self._tree.reader.untracked(self._met)
             if untracked > 0:
                 spans.skipped["untracked"] += untracked
         return done
 
     def _visit(self, node: Any, start: int, spans: Spans) -> int:
-        reader = self._tree.reader
-        mamba = reader.mamba_slots(node)
+        mamba = self._tree.reader.mamba_slots(node)
         if mamba:
             spans.skipped["mamba_state"] += mamba
-        value = reader.value(node)
-        if value is not None:
-            self._seen += value.numel()
-        elif node.id in self._tree.loading:
-            size = len(reader.key(node))
-            spans.skipped["loading"] += size
-            self._seen += size
-            return start + size
         return super()._visit(node, start, spans)
+
+    def _absent(self, node: Any) -> str:
+        reader = self._tree.reader
+        if reader.id(node) not in self._tree.loading:
+            return "host_evicted"
+        self._met += len(reader.key(node))  # it has its slots, not yet their bytes
+        return "loading"
 
 
 class NodeTree:
@@ -160,50 +164,54 @@ class NodeTree:
         return SGLangCursor(self, unlocked_only=unlocked_only, swa_resident_only=swa_resident_only)
 
     def slot_at(self, node: Any, position: int) -> int | None:
-        reader = self.reader
-        attached = reader.attached(node)
-        start = self._start(node)
-        if start is None or position >= start + len(reader.key(node)):
+        part = self._part_at(node, position)
+        if part is None:
             return None
-        while position < start:  # the front of a node may outlive it
-            node = node.parent
-            attached = reader.attached(node)
-            start -= len(reader.key(node))
-        value = reader.value(node) if attached else None
-        return None if value is None else int(value[position - start])
+        value = self.reader.value(part[0])
+        return None if value is None else int(value[position - part[1]])
 
     def tokens(self, key: Any) -> np.ndarray:
         return self.reader.tokens(key)
 
     def prefix(self, node: Any, position: int) -> tuple[str, np.ndarray]:
-        parts: list[np.ndarray] = []
-        namespace = self.reader.namespace(node)
-        while node is not None:
-            parts.append(self.reader.tokens(self.reader.key(node)))
-            node = node.parent
+        """See kvsweep.tree.PrefixTree. Fewer tokens if that part of the path is gone."""
+        reader, parts = self.reader, [np.empty(0, dtype=np.int64)]
+        namespace = reader.namespace(node)
+        above = node
+        while above is not None:
+            parts.append(reader.tokens(reader.key(above)))
+            above = reader.parent(above)
         return namespace, np.concatenate(parts[::-1])[: position + 1]
 
     def node_name(self, node: Any) -> str:
-        return str(node.id)
+        return str(self.reader.id(node))
 
     def swa_resident_at(self, node: Any, position: int) -> bool | None:
         """See kvsweep.checks.views.LockedTree."""
-        if self.slot_at(node, position) is None:
+        part = self._part_at(node, position)
+        if part is None or self.reader.value(part[0]) is None:
             return None
-        start = self._start(node)
-        assert start is not None
-        while position < start:
-            node = node.parent
-            start -= len(self.reader.key(node))
-        return self.reader.swa_resident(node)
+        return self.reader.swa_resident(part[0])
 
-    def _start(self, node: Any) -> int | None:
-        """Position of the node's first slot; None if its root is not the tree's any more."""
-        start, node = 0, node.parent
-        while node.parent is not None:
-            start += len(self.reader.key(node))
-            node = node.parent
-        return start if node is self.reader.root() else None
+    def _part_at(self, node: Any, position: int) -> tuple[Any, int] | None:
+        """The node that holds `position` on the path that ends in `node`, and where it starts; None if it is gone.
+        Fronts that splits took from `node` may outlive it."""
+        reader = self.reader
+        while not reader.attached(node):
+            node = reader.parent(node)
+            if node is None:
+                return None
+        start, above = 0, reader.parent(node)
+        while above is not None and above != reader.root():
+            start += len(reader.key(above))
+            above = reader.parent(above)
+        if above is None or position >= start + len(reader.key(node)):  # None: the root is not the tree's any more
+            return None
+        while position < start:
+            node = reader.parent(node)
+            reader.attached(node)  # it may have been split as well
+            start -= len(reader.key(node))
+        return node, start
 
 
 def key_tokens(key: Any, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -221,6 +229,16 @@ class _RadixKeys:
 
     def reset(self) -> None:
         self.generation += 1
+
+    def parent(self, node: Any) -> Any:
+        return node.parent
+
+    def children(self, node: Any) -> Collection[Any]:
+        children: Collection[Any] = node.children.values()
+        return children
+
+    def id(self, node: Any) -> int:
+        return int(node.id)
 
     def key(self, node: Any) -> Any:
         return node.key
