@@ -133,6 +133,7 @@ class Pacer:
     Attributes:
         throttled: seconds held back, by reason: a budget (``host_duty``, ``device_duty``, ``device_bytes``), pressure
             (``queue``, ``step_time``), or ``measuring`` (the sweep-off side of the comparison).
+        waiting: called now and then while nothing runs, that is between passes and while paused.
         asked: jobs asked for by hand, done before any other.
         cancelled: the running pass is to end.
     """
@@ -143,6 +144,7 @@ class Pacer:
         if settings.device_bytes_per_second:
             self.budgets["device_bytes"] = Budget(settings.device_bytes_per_second)
         self.throttled = dict.fromkeys((*self.budgets, "queue", "step_time", "measuring"), 0.0)
+        self.waiting: Callable[[], None] = lambda: None
         self.asked: list[str] = []
         self.cancelled = False
         self.paused = False
@@ -185,6 +187,7 @@ class Pacer:
                 if job == "selftest":
                     self._test_due = self._deep_passes + (self._settings.selftest_every or math.inf)
                 return job
+            self.waiting()
             await self._sleep(POLL_SECONDS)
 
     def _due(self) -> str | None:
@@ -237,7 +240,8 @@ class Pacer:
                 ((name, budget.wait()) for name, budget in self.budgets.items()), key=lambda pair: pair[1]
             )
             if self.paused:
-                await self._sleep(60.0)
+                self.waiting()
+                await self._sleep(1.0)
             elif (measuring := self._measuring_until - time.monotonic()) > 0:
                 begin = time.monotonic()
                 await self._sleep(measuring)  # which `wake` may end early

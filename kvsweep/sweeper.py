@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -101,6 +101,7 @@ class Sweeper:
         self.stage = "snapshot"
         self.busy_since: float | None = None
         self.new_first_seconds = 5.0
+        pacer.waiting = self._shorten_journal
         self._make_verifier = make_verifier
         self._verifiers: dict[str, Verifier] = {}
         self._walk: _Walk | None = None
@@ -326,6 +327,13 @@ class Sweeper:
             self._forgot = True
             raise
         return entries
+
+    def _shorten_journal(self) -> None:
+        """While nothing runs: what piles up there is objects that Python's collector goes through, in the scheduler's
+        thread, and enough of them are an overflow."""
+        if len(self.engine.journal) and self.engine.pools_ready() and self.engine.pools_generation == self._generation:
+            with suppress(PassInterrupted):  # released just now: `_drain` has forgotten everything
+                self._drain()
 
     def _alive(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """bool [n] each: rows whose slot, and rows whose slot before, were not freed since they were marked."""

@@ -43,12 +43,18 @@ def breathe() -> Generator[None, None, None]:
 
 
 class StepPacer(Pacer):
-    """Never waits, but lets go at every point where a real one may. `light` asks for a light pass, once."""
+    """Never waits, but lets go at every point where a real one may. `light` asks for a light pass, once. Every other
+    chunk finds it paused."""
 
     light = False
+    chunks = 0
 
     async def ready(self) -> None:
         await breathe()
+        self.chunks += 1
+        if self.chunks % 2:
+            self.waiting()
+            await breathe()
 
     async def after_slice(self, held_seconds: float) -> None:
         await breathe()

@@ -384,11 +384,28 @@ def test_resting_is_no_hang(running: Callable[..., Service]) -> None:
     """Issue 6, I5: a small budget spreads the slices of one light pass over more than `hang_seconds`."""
     watched = engine(full_slots=4096)
     build_tree(watched, nodes=150, slots=1500)
-    service = running(watched, hang_seconds=0.5, host_duty=0.002, slice_us=10.0)
+    service = running(watched, hang_seconds=0.5, host_duty=0.001, slice_us=10.0)
     eventually(lambda: service.state == "failed" or service.status()["passes"]["light"], "a light pass is done")
     assert service.state == "running", service.reason
     last = [record for record in service.status()["history"] if record["kind"] == "light"][-1]
     assert last["duration_s"] > 0.5
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_the_journal_stays_short_while_nothing_runs(running: Callable[..., Service], paused: bool) -> None:
+    """I3, I5: paused or between two passes, what is freed is still drained: no overflow, no heap of tensors."""
+    watched = engine()
+    service = running(watched, cycle_target=0.1 if paused else 3600.0, light_interval=0)
+    wait_passes(service, 1)
+    if paused:
+        service.pause()
+        eventually(lambda: service.state == "paused", "it is paused")
+    for slots in torch.arange(1, 33).split(1):
+        watched.journal.freed("full", slots.clone())
+    eventually(lambda: not len(watched.journal), "the journal is drained")
+    passes = deep(service)
+    assert watched.journal.overflows == 0 and service.state == ("paused" if paused else "running")
+    assert passes == deep(service) and (paused or passes == 1)
 
 
 def test_a_blocked_thread_is_noticed(
