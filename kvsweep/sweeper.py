@@ -174,22 +174,10 @@ class Sweeper:
                     self._begin_again(walk)
                 await self._meanwhile()
                 await self._pace(walk)
-                if not walk.plans:
-                    self._drain()  # from here on, what is freed shows up in the drain after the read
-                    spans = await self._snapshot(walk)
-                    self._plan(spans, walk)
-                    if not walk.only_new:
-                        with self._stage("publish"):
-                            self._publish.spans(spans, record, self.pools.values())
+                if walk.plans:
+                    await self._verify_next(walk)
                 else:
-                    plan = walk.plans[0]
-                    verdict = await self._verify(plan)
-                    self._drain()
-                    suspects = await self._settle(plan, verdict, record)
-                    await self._confirm(plan, suspects, record)
-                    with self._stage("publish"):
-                        self._publish.chunk(plan, verdict, record, resident=not walk.only_new)
-                    walk.plans.popleft()
+                    await self._plan_next(walk)
         except PassInterrupted as reason:
             self._note_interrupted(record, reason)
             self._end(record, complete=False)
@@ -201,6 +189,27 @@ class Sweeper:
             self._end(record, complete=True)
             await self._close_pinned()
         return record
+
+    async def _plan_next(self, walk: _Walk) -> None:
+        """Snapshot and plan about a chunk of slots. No reference to the spans outlives their plans: that would be
+        another thousand tensors for Python's collector to go through."""
+        self._drain()  # from here on, what is freed shows up in the drain after the read
+        spans = await self._snapshot(walk)
+        self._plan(spans, walk)
+        if not walk.only_new:
+            with self._stage("publish"):
+                self._publish.spans(spans, walk.record, self.pools.values())
+
+    async def _verify_next(self, walk: _Walk) -> None:
+        """Verify, settle and publish the chunk that was planned first."""
+        plan, record = walk.plans[0], walk.record
+        verdict = await self._verify(plan)
+        self._drain()
+        suspects = await self._settle(plan, verdict, record)
+        await self._confirm(plan, suspects, record)
+        with self._stage("publish"):
+            self._publish.chunk(plan, verdict, record, resident=not walk.only_new)
+        walk.plans.popleft()
 
     def _note_interrupted(self, record: PassRecord, reason: PassInterrupted) -> None:
         """Said once: a server may stay released for hours."""

@@ -8,7 +8,8 @@ with kvsweep's hooks, and beside a running Service. Needs SGLang, and a machine 
 
 Whatever kvsweep does to the scheduler's thread is one of four things, each timed by itself: a hook that runs in it, a
 wait for the gate, a wait for the GIL (seen as a forward's wait that ends late), and Python's collector, which runs
-more often where more objects stay alive.
+more often where more objects stay alive. (A node's slots become such an object when they are first read: torch keeps
+the Python tensor for as long as the Rust core keeps its own.)
 """
 
 from __future__ import annotations
@@ -96,8 +97,6 @@ def schedule(cache: Cache, iterations: int, timed: Timed, forward: float = 0.0) 
     prompt, an eviction of as much, a forward of so many seconds (without one there is no sweep to drain the journal:
     it is done here)."""
     picks = random.Random(1)
-    gc.collect()
-    gc.freeze()  # as SGLang does after its warm-up
     for iteration in range(iterations):
         if not forward and iteration % 100 == 0:
             cache.engine.journal.drain()
@@ -114,6 +113,12 @@ def schedule(cache: Cache, iterations: int, timed: Timed, forward: float = 0.0) 
             timed.add("forward ended late", time.perf_counter() - begin - forward)
 
 
+def freeze() -> None:
+    """As SGLang does after its warm-up."""
+    gc.collect()
+    gc.freeze()
+
+
 def run(core: str, iterations: int, *, hooked: bool) -> tuple[Cache, Timed]:
     """CPU time of the operations in a steady state, with or without the hooks."""
     cache, timed = build(core), Timed()
@@ -128,6 +133,7 @@ def run(core: str, iterations: int, *, hooked: bool) -> tuple[Cache, Timed]:
         cache.engine.attach()
     schedule(cache, WARM_UP, Timed())
     timed.times.clear()
+    freeze()
     gc.callbacks.append(timed.watch_collector)
     schedule(cache, iterations, timed)
     gc.callbacks.remove(timed.watch_collector)
@@ -166,13 +172,18 @@ def main(core: str = "rust", iterations: str = "3000", intensity: str = "normal"
     slices(cache).show("kvsweep's walk, ms of CPU")
 
     wall = Timed(time.perf_counter)
+    freeze()
     schedule(cache, count, wall, forward=0.004)
     wall.show("alone, ms by the clock")
-    cache.engine.pressure = lambda: Pressure(running=8)  # type: ignore[method-assign]  # no more than its budgets
-    settings = Settings(http=False, intensity=intensity, light_interval=0)
-    service = Service(cache.engine, settings)
+    load = Pressure()
+    cache.engine.pressure = lambda: load  # type: ignore[method-assign]
+    service = Service(cache.engine, Settings(http=False, intensity=intensity, light_interval=0))
     assert service.start(), service.reason
+    while service.status()["passes"]["deep"] < 2:  # steady: every node has been visited; idle, so that it goes fast
+        schedule(cache, 100, Timed(), forward=0.004)
+    load = Pressure(running=8)  # from here on within its budgets
     wall, collector = Timed(time.perf_counter), Timed()
+    freeze()
     gc.callbacks.append(collector.watch_collector)
     schedule(cache, count, wall, forward=0.004)
     gc.callbacks.remove(collector.watch_collector)

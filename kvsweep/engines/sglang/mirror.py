@@ -14,11 +14,13 @@ first, lest its front be lost with it. And a node whose parent is the younger on
 
 All of this runs in the scheduler's thread or under the gate. So the mirror is a table of numbers, bytes and arrays, and
 not a tree of objects: nothing in it is tracked by Python's cyclic collector, which would go through all of it now and
-then and stop the scheduler for milliseconds (2 ms once in 7,000 new nodes, more the larger the tree).
+then and stop the scheduler for milliseconds (2 ms once in 7,000 new nodes, more the larger the tree). One thing cannot
+be helped: a value that was once read stays a Python tensor, which torch keeps while the core keeps the node's slots.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
@@ -53,11 +55,11 @@ class RustMirror:
         """The core dropped its whole tree."""
         self.generation += 1
         self._root = self.generation << ID_BITS
-        # node -> (parent, int64 raw tokens, children as packed int64). Plain tuples: the collector lets go of them.
-        self._nodes: dict[int, tuple[int, np.ndarray, bytearray]] = {}
-        self._nodes[self._root] = -1, np.empty(self._extra, dtype=np.int64), bytearray()
+        self._parents: dict[int, int] = {}
+        self._raw: dict[int, np.ndarray] = {self._root: np.empty(self._extra, dtype=np.int64)}  # int64 raw tokens
+        self._children: dict[int, bytearray] = {}  # of a node that ever had some: packed
         self._by_name: dict[bytes, int] = {}
-        self._namespaces: dict[int, tuple[Any, Any]] = {}  # node below the root -> its (extra_key, cache_salt)
+        self._namespaces: dict[int, str] = {}  # node below the root -> JSON of its extra_key and cache_salt
         self._gone: dict[int, int] = {}  # a node that was evicted -> the front that was split from it, which was not
         self._tails: dict[int, int] = {}  # the same the other way round
         self._newest = 0
@@ -68,12 +70,10 @@ class RustMirror:
         """A match or an insert of RadixKey `key`, whose first token is at position `base`, ended at this node."""
         if node_id is None:
             return
-        node = self._nodes.get(self._root + node_id)
-        if node is not None and self._lengths([node_id])[0] == self._size(node):
-            return
-        if node is None and self._core.is_root(node_id):
-            return
-        self._follow(node_id, key.token_ids, (key.extra_key, key.cache_salt), base)
+        node = self._root + node_id
+        if node not in self._parents or self._lengths([node_id])[0] != self._size(node):
+            namespace = json.dumps([key.extra_key, key.cache_salt], default=repr)
+            self._follow(node_id, namespace, key.token_ids, base)
 
     def end(self, node_id: int) -> int:
         """Position after the last slot of a node."""
@@ -83,7 +83,7 @@ class RustMirror:
     def forget(self, node_id: int) -> None:
         """The core may just have dropped this node, and all below it."""
         node = self._root + node_id
-        if node in self._nodes and not self._alive(node):
+        if node in self._parents and not self._alive(node):
             self._drop(node)
 
     def repair(self, node_id: int) -> None:
@@ -96,47 +96,41 @@ class RustMirror:
         return self._root
 
     def parent(self, node: int) -> int | None:
-        known = self._nodes.get(node)
-        if known is None:
-            return self._gone.get(node)
-        return None if node == self._root else known[0]
+        parent = self._parents.get(node)
+        return self._gone.get(node) if parent is None else parent
 
     def children(self, node: int) -> Collection[int]:
-        known = self._nodes.get(node)
-        children: list[int] = np.frombuffer(known[2], dtype=PACKED).tolist() if known is not None and known[2] else []
-        return children
+        packed = self._children.get(node)
+        return np.frombuffer(packed, dtype=PACKED).tolist() if packed else ()
 
     def id(self, node: int) -> int:
         return node & ID_MASK
 
     def node(self, handle: Any) -> int | None:
         node = self._root + int(handle)
-        return node if node in self._nodes else None
+        return node if node in self._raw else None
 
     def newest(self) -> int:
         return self._newest & ID_MASK
 
     def value(self, node: int) -> torch.Tensor | None:
-        if node == self._root or node not in self._nodes or (node & ID_MASK) in self._loading:
+        if node not in self._parents or (node & ID_MASK) in self._loading:
             return None
         value: torch.Tensor | None = self._value(node & ID_MASK, FULL)
         return value
 
     def key(self, node: int) -> np.ndarray:
         """int64 [n], the first token of each of the node's n slots; nothing for a node that is gone."""
-        known = self._nodes.get(node)
-        if known is None:
+        raw = self._raw.get(node)
+        if raw is None:
             return np.empty(0, dtype=np.int64)
-        return known[1][: self._size(known)] if self._extra else known[1]
+        return raw[: -self._extra] if self._extra else raw
 
     def tokens(self, key: np.ndarray) -> np.ndarray:
         return key
 
     def namespace(self, node: int) -> str:
-        above = self.parent(node)
-        while above is not None and above != self._root:
-            node, above = above, self.parent(above)
-        return self._namespaces.get(node, ("", ""))[0] or ""
+        return json.loads(self._namespace(node))[0] or ""
 
     def locked(self, node: int) -> bool:
         return False  # the core does not tell
@@ -145,20 +139,19 @@ class RustMirror:
         return not self._swa or self._value(node & ID_MASK, SWA) is not None
 
     def attached(self, node: int) -> bool:
-        known = self._nodes.get(node)
-        if known is None or node == self._root:
-            return known is not None
+        if node not in self._parents:
+            return node == self._root
         try:
             size = self._lengths([node & ID_MASK])[0]
         except KeyError:
             self._drop(node)
             return False
-        if size != self._size(known):
-            self._follow(node & ID_MASK, (), ("", ""))
+        if size != self._size(node):
+            self._follow(node & ID_MASK, self._namespace(node))
         return True
 
     def mamba_slots(self, node: int) -> int:
-        value = self._value(node & ID_MASK, MAMBA) if self._mamba and node in self._nodes else None
+        value = self._value(node & ID_MASK, MAMBA) if self._mamba and node in self._parents else None
         return 0 if value is None else int(value.numel())
 
     def untracked(self, seen: int) -> int:
@@ -168,21 +161,22 @@ class RustMirror:
 
     # ---- inside ----
 
-    def _follow(self, node_id: int, tokens: Any, namespace: tuple[Any, Any], base: int = 0) -> None:
+    def _follow(self, node_id: int, namespace: str, tokens: Any = (), base: int = 0) -> None:
         """Bring the root path of a node up to date, as far as tokens are known.
 
         Args:
+            namespace: of the path, as in `_namespaces`.
             tokens: raw tokens of the path from position `base` on; read below the last node that is known already.
         """
         path = self._paths([node_id])[0]  # (id, parent id, start, end, ...) of each node, root excluded
         parent = self._root
         for i, (path_id, _, start, end, *_) in enumerate(path):
             node = self._root + path_id
-            if node not in self._nodes:
+            if node not in self._raw:
                 later = (self._root + later_id for later_id, *_ in path[i + 1 :])
-                below = next((self._nodes[node] for node in later if node in self._nodes), None)
+                below = next((self._raw[node] for node in later if node in self._raw), None)
                 if below is not None:  # between two known nodes there are only fronts of the lower one
-                    raw = below[1][: end - start + self._extra]
+                    raw = below[: end - start + self._extra]
                 elif start >= base:
                     raw = tokens[start - base : end - base + self._extra]
                 else:
@@ -193,35 +187,35 @@ class RustMirror:
                 self._adopt(node, parent, np.array(raw, dtype=np.int64), namespace)
             parent = node
 
-    def _adopt(self, node: int, parent: int, raw: np.ndarray, namespace: tuple[Any, Any]) -> None:
+    def _adopt(self, node: int, parent: int, raw: np.ndarray, namespace: str) -> None:
         """Hang a new node below its parent; a living node in its place lost its front to it."""
         name = self._name(parent, raw, namespace)
         before = self._by_name.get(name)
         if before is not None and not self._alive(before):
             self._drop(before)
             before = None
-        self._newest = max(self._newest, node)
         if before is None:
-            self._hang(node, parent, raw, bytearray(), name)
+            self._hang(node, parent, raw, name)
         else:
-            _, whole, children = self._nodes[before]
-            if parent == self._root:
-                namespace = self._namespaces.pop(before)
-            self._unhang(before, parent)
-            self._hang(node, parent, raw, bytearray(), name)
-            rest = whole[len(raw) - self._extra :]
-            self._hang(before, node, rest, children, self._name(node, rest, namespace))
+            self._unhang(before)
+            self._hang(node, parent, raw, name)
+            rest = self._raw[before][len(raw) - self._extra :]
+            self._hang(before, node, rest, self._name(node, rest))
+            self._namespaces.pop(before, None)
         if parent == self._root:
             self._namespaces[node] = namespace
+        self._newest = max(self._newest, node)
 
-    def _hang(self, node: int, parent: int, raw: np.ndarray, children: bytearray, name: bytes) -> None:
-        self._nodes[node] = parent, raw, children
-        self._nodes[parent][2].extend(node.to_bytes(8, "little"))
-        self._by_name[name] = node
+    def _hang(self, node: int, parent: int, raw: np.ndarray, name: bytes) -> None:
+        self._parents[node], self._raw[node], self._by_name[name] = parent, raw, node
+        children = self._children.get(parent)
+        if children is None:
+            children = self._children[parent] = bytearray()
+        children.extend(node.to_bytes(8, "little"))
 
-    def _unhang(self, node: int, parent: int) -> None:
+    def _unhang(self, node: int) -> None:
         """Off the list of its parent's children; the last of them takes its place."""
-        children = self._nodes[parent][2]
+        children = self._children[self._parents[node]]
         place = 8 * int(np.flatnonzero(np.frombuffer(children, dtype=PACKED) == node)[0])
         children[place : place + 8] = children[-8:]
         del children[-8:]
@@ -229,16 +223,17 @@ class RustMirror:
     def _drop(self, node: int) -> None:
         """Take a node out, and all that hangs below it. Where the front of one stays, note which: it may be asked for
         by who knows the node only."""
-        self._unhang(node, self._nodes[node][0])
+        self._unhang(node)
         leaving = [node]
         while leaving:
             node = leaving.pop()
             leaving.extend(self.children(node))
-            parent, raw, _ = self._nodes.pop(node)
-            name = self._name(parent, raw, self._namespaces.pop(node, ("", "")))
+            self._children.pop(node, None)
+            parent, raw = self._parents.pop(node), self._raw.pop(node)
+            name = self._name(parent, raw, self._namespaces.pop(node, ""))
             if self._by_name.get(name) == node:
                 del self._by_name[name]
-            if parent > node and (parent in self._nodes or parent in self._gone):
+            if parent > node and (parent in self._raw or parent in self._gone):
                 self._gone[node], self._tails[parent] = parent, node
             else:  # with it, what led here leads nowhere any more
                 tail = self._tails.pop(node, None)
@@ -246,13 +241,19 @@ class RustMirror:
                     del self._gone[tail]
                     tail = self._tails.pop(tail, None)
 
-    def _name(self, parent: int, raw: np.ndarray, namespace: tuple[Any, Any]) -> bytes:
+    def _namespace(self, node: int) -> str:
+        above = self.parent(node)
+        while above is not None and above != self._root:
+            node, above = above, self.parent(above)
+        return self._namespaces.get(node, "[null, null]")
+
+    def _name(self, parent: int, raw: np.ndarray, namespace: str = "") -> bytes:
         """What tells a node from all others: its parent and its first tokens, and at the root the namespace."""
         name = parent.to_bytes(8, "little") + raw[: self._first].tobytes()
-        return name + repr(namespace).encode("utf-8", "surrogatepass") if parent == self._root else name
+        return name + namespace.encode() if parent == self._root else name
 
-    def _size(self, known: tuple[int, np.ndarray, bytearray]) -> int:
-        return len(known[1]) - self._extra
+    def _size(self, node: int) -> int:
+        return len(self._raw[node]) - self._extra
 
     def _alive(self, node: int) -> bool:
         try:
