@@ -216,9 +216,9 @@ class Service:
                     await sweeper.run()
                 except Exception as error:
                     sweeper.failures[sweeper.job] += 1
-                    self._note_error(sweeper.stage, error)
+                    self._note_error(sweeper.stages.current, error)
             message = self._last_error["message"] if self._last_error else ""
-            self._fail(f"stage {sweeper.stage} failed {failures} times in a row: {message}")
+            self._fail(f"stage {sweeper.stages.current} failed {failures} times in a row: {message}")
         self._detach()
 
     async def _keep(self, name: str, task: Callable[[], Awaitable[None]]) -> None:
@@ -302,7 +302,7 @@ class Service:
         return self.engine.gate
 
     def _busy(self) -> list[tuple[str, float]]:
-        since = self._sweeper.busy_since if self._sweeper else None
+        since = self._sweeper.stages.busy_since if self._sweeper else None
         stage = [] if since is None else [(f"stage {self._stage()}", since)]
         return [*stage, ("the sweeper's loop", self._beat + TICK_SECONDS)]
 
@@ -481,4 +481,4 @@ class Service:
         return data | sweeper_status(sweeper, self._uncovered(sweeper)) if sweeper is not None else data
 
     def _stage(self) -> str:
-        return self._sweeper.stage if self._sweeper else "start"
+        return self._sweeper.stages.current if self._sweeper else "start"

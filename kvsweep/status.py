@@ -25,7 +25,7 @@ def unhealthy(sweeper: Sweeper, *, since: float, selftest: dict[str, Any]) -> st
         return f"the self-test failed: {selftest['detail']}"
     for job, failures in list(sweeper.failures.items()):
         if failures >= FAILURES:
-            return f"{job} failed {failures} times in a row (stage {sweeper.stage})"
+            return f"{job} failed {failures} times in a row (stage {sweeper.stages.current})"
     waited = time.monotonic() - max([since, *(record.ended or 0.0 for record in passes[:1])])
     if settings.every_steps is None and waited > TARGETS_MISSED * settings.cycle_target:
         held_back = {reason: seconds for reason, seconds in sweeper.pacer.throttled.items() if seconds}

@@ -1,4 +1,4 @@
-"""What must be noticed from outside the sweeper's thread: that it hangs, and that the process was forked."""
+"""What the sweeper is at, and what must be noticed from outside its thread: that it hangs, that the process forked."""
 
 from __future__ import annotations
 
@@ -9,12 +9,46 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+from kvsweep.metrics import Metrics
 from kvsweep.tree import Gate
 
 logger = logging.getLogger("kvsweep")
+
+
+class Stages:
+    """What the sweeper is at: ``with stages("verify"): ...`` names it, for the watchdog and for who counts an error,
+    and times it.
+
+    Attributes:
+        current: the stage at work, or the one that was last.
+        busy_since: monotonic; None between stages.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.current = "snapshot"
+        self.busy_since: float | None = None
+        self._seconds = metrics.stage_seconds
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.current, self.busy_since = name, time.monotonic()
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.busy_since = None
+        self._seconds.labels(stage=name).observe(time.perf_counter() - begin)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Rests inside a stage are not time in which it could hang."""
+        self.busy_since = None
+        yield
+        self.busy_since = time.monotonic()
 
 
 class Watchdog:

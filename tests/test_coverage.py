@@ -209,13 +209,13 @@ async def test_snapshots_of_tiny_nodes_are_bounded() -> None:
         for second in range(7):
             generate_key(bench.engine, [first, second])
     spans = []
-    plan = bench.sweeper._plan
+    plan = bench.sweeper.backends.plan
 
-    def watch(found: Any, walk: Any) -> None:
+    def watch(found: Any, **options: Any) -> Any:
         spans.append(len(found))
-        plan(found, walk)
+        return plan(found, **options)
 
-    bench.sweeper._plan = watch  # type: ignore[method-assign]
+    bench.sweeper.backends.plan = watch  # type: ignore[method-assign]
     assert (await bench.sweeper.deep_pass()).complete
     assert set(bench.reads) == bench.held() and sum(spans) >= 1400
     assert max(spans) < 1400, "one snapshot took everything"
@@ -400,7 +400,7 @@ def test_not_healthy_on_errors_or_a_failed_self_test() -> None:
     bench, now = Bench(), time.monotonic()
     bench.sweeper.failures["light"] = FAILURES - 1
     assert unhealthy(bench.sweeper, since=now, selftest={**OK, "ok": None}) is None
-    bench.sweeper.failures["light"], bench.sweeper.stage = FAILURES, "structure"
+    bench.sweeper.failures["light"], bench.sweeper.stages.current = FAILURES, "structure"
     assert (
         unhealthy(bench.sweeper, since=now, selftest=OK) == f"light failed {FAILURES} times in a row (stage structure)"
     )

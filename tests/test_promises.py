@@ -18,12 +18,12 @@ import torch
 from engine_support import STAMP_FIELDS, World
 
 from kvsweep.config import Settings
+from kvsweep.confirm import MAX_CASES
 from kvsweep.engine import Pressure
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig
 from kvsweep.findings import Finding
 from kvsweep.pool import KVPool, PoolKind, Segment
 from kvsweep.service import Service
-from kvsweep.sweeper import MAX_CASES
 from kvsweep.tree import FreeJournal
 from kvsweep.tree.journal import Freed
 from kvsweep.verify import Verifier
@@ -200,20 +200,20 @@ def test_i6_pools_that_could_not_be_read_anew_are_tried_again(world: Callable[..
     sealed(w)
     w.flush(reallocate=True)
     w.cache(PROMPT)
-    make = w.sweeper._make_verifier
+    make = w.sweeper.backends.make
 
     def no_room(_: KVPool) -> Verifier:
         raise DeviceFailed("no room")
 
     for _ in range(2):
-        w.sweeper._make_verifier = no_room
+        w.sweeper.backends.make = no_room
         with pytest.raises(DeviceFailed, match="no room"):
             w.sweep()
         w._pass = None
-    w.sweeper._make_verifier = make
+    w.sweeper.backends.make = make
     sealed(w)
     assert len(w.verified) == 8
-    assert w.sweeper._verifiers["full"].pool.segments[0].tensor is w.engine.pools()[0].segments[0].tensor
+    assert w.sweeper.backends.verifiers["full"].pool.segments[0].tensor is w.engine.pools()[0].segments[0].tensor
 
 
 def test_i1_a_pass_cancelled_too_late_does_not_end_the_next(world: Callable[..., World]) -> None:
@@ -565,8 +565,8 @@ def test_i5_a_pool_gone_bad_fills_no_memory(world: Callable[..., World]) -> None
         w.plant("full", slot, "position")
     w.sweep()
     assert w.findings.confirmed > MAX_CASES
-    assert len(w.sweeper._cases) == MAX_CASES
-    assert all(len(case.chunk) == 1 and len(case.spans) == 1 for case in w.sweeper._cases.values())
+    assert len(w.sweeper.confirmer.cases) == MAX_CASES
+    assert all(len(case.chunk) == 1 and len(case.spans) == 1 for case in w.sweeper.confirmer.cases.values())
 
 
 # ---- I6 Honest -------------------------------------------------------------------------------------------------
