@@ -7,12 +7,15 @@ import threading
 from typing import Any
 
 import numpy as np
+import torch
 from cuda_support import EngineStream, PaperDevice
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvsweep.checks.light import RETRY, LightPass, LightReport, SideStream
 from kvsweep.checks.suspects import Suspect
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig
 from kvsweep.engines.embedded.tree import Key, Node
+from kvsweep.tree.journal import Freed
 from kvsweep.verify.device import pause_for_capture
 
 
@@ -59,6 +62,29 @@ def test_what_is_on_its_way_is_waited_for() -> None:
     assert ("wait", "forward") in the_pass.device.log and int(slot_map[slot]) == right
     slot_map[slot] = 0  # and a write that never comes is missed by nobody
     assert [found.detail["kind"] for found in the_pass.result().candidates] == ["leak", "resident_unmapped"]
+
+
+def test_what_was_freed_is_kept_until_the_gpu_has_read_it() -> None:
+    """I7: an index tensor let go too early is the engine's memory again before the side stream reads it: the mark of a
+    free would land anywhere, out of range even."""
+    engine, _ = cached()
+    the_pass = PaperPass(engine)
+    drain, note = engine.journal.drain, the_pass._drain
+    given: list[StorageWeakRef] = []
+    kept: list[bool] = []
+
+    def drain_one() -> list[Freed]:
+        slots = torch.tensor([40])
+        given.append(StorageWeakRef(slots.untyped_storage()))
+        return [*drain(), Freed("full", slots)]
+
+    async def watched_note() -> None:
+        await note()
+        kept.append(not given[-1].expired())
+
+    the_pass._drain_journal, the_pass._drain = drain_one, watched_note  # type: ignore[method-assign]
+    assert the_pass.result().complete
+    assert kept == [True, True] and all(storage.expired() for storage in given)
 
 
 def test_nothing_is_enqueued_on_a_stream_that_captures() -> None:

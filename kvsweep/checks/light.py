@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from kvsweep.checks.look import Look
 from kvsweep.checks.suspects import Candidate, Instant, Suspect, candidates
 from kvsweep.checks.tables import Views, mark_freed
 from kvsweep.checks.views import RequestView
-from kvsweep.engine import Engine
+from kvsweep.engine import Engine, PassInterrupted
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Spans
 from kvsweep.tree.journal import Freed
@@ -61,10 +61,6 @@ class LightReport:
     candidates: list[Candidate] = field(default_factory=list)
     transient: int = 0
     stale: int = 0
-
-
-class PoolsGone(Exception):
-    """The engine released or re-allocated its KV memory: nothing of it may be read any more."""
 
 
 class LightPass:
@@ -112,6 +108,7 @@ class LightPass:
         self._lock_refs = getattr(engine.tree, "lock_refs", None)
         self._side = SideStream(engine, self._full.device, wait or pause, green_sms)
         self._freed: dict[str, torch.Tensor] = {}
+        self._reading: Sequence[Freed] = ()  # given to the device, which may not have read them yet
 
     def uncovered(self) -> dict[str, str]:
         """Checks (or parts) this engine cannot support, check -> why. Takes the gate for an instant."""
@@ -137,6 +134,13 @@ class LightPass:
 
     async def run(self) -> LightReport:
         """One light pass. Nothing is raised for what is wrong in the cache: it is in the report."""
+        report = await self._run()
+        with suppress(PassInterrupted):  # released: nothing can be read any more
+            await self._side.caught_up()
+        self._reading = ()
+        return report
+
+    async def _run(self) -> LightReport:
         generation = self._engine.tree.generation
         self._forget_frees()
         seen: list[Suspect] = []
@@ -150,7 +154,7 @@ class LightPass:
                 again = [suspect for suspect in found if suspect.key in before]
                 confirmed = await self._reread(again)
                 transient += len(before) - len(confirmed)
-        except PoolsGone:
+        except PassInterrupted:
             return LightReport(complete=False, slots=0, stale=len(seen))
         if self._engine.tree.generation != generation:
             return LightReport(complete=False, slots=look.tree_rows, stale=len(seen))
@@ -230,7 +234,7 @@ class LightPass:
 
     def _check_pools(self) -> None:
         if not self._engine.pools_ready() or self._engine.pools_generation != self._pools_generation:
-            raise PoolsGone
+            raise PassInterrupted("the engine released or re-allocated its KV memory")
 
     def _unlocked(self, requests: Sequence[RequestView]) -> list[str]:
         """Requests whose last node nothing locks; gate held."""
@@ -293,6 +297,7 @@ class LightPass:
         await self._side.caught_up()
         with self._side.use():
             mark_freed(self._freed, entries)
+        self._reading = entries  # let go once the device has caught up again: their memory would be the engine's before
 
 
 class SideStream:
