@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from sglang_caches import make_cache
 from kvsweep.config import ConfigError
 from kvsweep.engines.sglang.engine import SGLangEngine
 from kvsweep.engines.sglang.hooks import UnsupportedSGLang
-from kvsweep.engines.sglang.plugin import SchedulerSweep
+from kvsweep.engines.sglang.plugin import SchedulerSweep, target
 from kvsweep.tree.journal import Freed
 
 pytestmark = pytest.mark.sglang
@@ -71,6 +72,17 @@ def test_settings_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch, name
     sweep._ranks = {"tp_rank": 0, "pp_rank": 0, "dp_rank": 0}
     with pytest.raises(ConfigError, match=said):
         sweep._settings()
+
+
+@pytest.mark.parametrize(("host", "announced"), [
+    ("127.0.0.1", "127.0.0.1:9464"),
+    ("::1", "[::1]:9464"),
+    ("0.0.0.0", f"{socket.gethostname()}:9464"),
+    ("::", f"{socket.gethostname()}:9464"),
+])  # fmt: skip
+def test_a_rank_is_announced_where_it_can_be_reached(host: str, announced: str):
+    """Issue 4, item 6: Prometheus on another host, or in another container, cannot scrape 0.0.0.0."""
+    assert target(host, 9464) == announced
 
 
 def test_an_unknown_cache_is_refused_by_name():

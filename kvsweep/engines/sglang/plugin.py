@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class SchedulerSweep:
         if not directory or self._service is None or self._service.port is None:
             return
         path = Path(directory) / f"kvsweep-rank{self._rank}.json"
-        entry = {"targets": [f"{settings.host}:{self._service.port}"], "labels": {"job": "kvsweep"}}
+        entry = {"targets": [target(settings.host, self._service.port)], "labels": {"job": "kvsweep"}}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(".tmp")  # Prometheus may read at any moment: never a half-written file
@@ -109,7 +110,14 @@ class SchedulerSweep:
     def _where(self, settings: Settings) -> str:
         if self._service is None or self._service.port is None:
             return ": metrics in SGLang's own /metrics"
-        return f": http://{settings.host}:{self._service.port}/"
+        return f": http://{target(settings.host, self._service.port)}/"
+
+
+def target(host: str, port: int) -> str:
+    """host:port that others reach what listens on `host` by: one that listens everywhere, by this machine's name."""
+    if host in ("", "0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _model_name() -> str:
