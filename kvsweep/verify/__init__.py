@@ -96,15 +96,11 @@ class Settled:
     Attributes:
         suspects: the surviving ones.
         stale_rows: rows that were freed meanwhile (nothing about them is known).
-        newly_sealed: fingerprints that became trusted: a second read, in a later pass, agreed with the first.
-        verified_rows: rows that were compared with a sealed fingerprint and whose slot survived.
         unsettled: candidates that this read contradicted: data still landing, or a writer kvsweep does not know.
     """
 
     suspects: list[Suspect]
     stale_rows: int
-    newly_sealed: int
-    verified_rows: int
     unsettled: int = 0
 
 

@@ -307,7 +307,7 @@ class CpuVerifier:
         read = verdict.fingerprints.numpy().view(np.uint64)[kept]
         state = self._state[slots]
         kind = state & KIND
-        newly_sealed = unsettled = 0
+        unsettled = 0
         if seal:
             this_pass = pass_number & PASS
             earlier = (kind == CANDIDATE) & ((state & PASS) != this_pass)
@@ -319,13 +319,10 @@ class CpuVerifier:
             self._fingerprints[slots[fresh]] = read[fresh]
             if self._by_segment is not None and verdict.segment_fingerprints is not None:
                 self._by_segment[slots[fresh]] = verdict.segment_fingerprints.numpy().view(np.uint64)[kept][fresh]
-            newly_sealed = int(sealing.sum())
             unsettled = int(((kind == CANDIDATE) & ~agrees).sum())
         return Settled(
             suspects=[suspect for suspect in verdict.suspects if kept[suspect.row]],
             stale_rows=int((~alive.numpy()).sum()),
-            newly_sealed=newly_sealed,
-            verified_rows=int((kind == SEALED).sum()),
             unsettled=unsettled,
         )
 

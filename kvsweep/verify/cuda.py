@@ -185,7 +185,7 @@ class CudaVerifier:
         self._launch_fingerprints(empty, buffers)
         for step in (kernels.COUNT, kernels.CONTRADICT, kernels.COMMIT):
             self._launch_settle(step, empty, no_bytes, buffers.fingerprints, buffers.by_segment, 0)
-        self._count_sealed(kernels.COUNT_SEALED_BEFORE)
+        self._count_sealed()
         self._fence(empty, no_bytes)
 
     @property
@@ -325,26 +325,23 @@ class CudaVerifier:
     ) -> Settled:
         with self.turn():
             self._device.fill(self._settle_counters, 0)
-            self._count_sealed(kernels.COUNT_SEALED_BEFORE)
             by_segment = self._by_segment if verdict.segment_fingerprints is None else verdict.segment_fingerprints
             read = (alive.view(torch.uint8), verdict.fingerprints, by_segment, pass_number)
             self._launch_settle(kernels.CONTRADICT if seal else kernels.COUNT, chunk, *read)
             if seal:
                 self._launch_settle(kernels.COMMIT, chunk, *read)
-            self._count_sealed(kernels.COUNT_SEALED_AFTER)
+            self._count_sealed()
             self._device.copy(self._host_settle_counters, self._settle_counters)
             if verdict.suspects:
                 self._device.copy(self._host_alive[: len(chunk)], alive.view(torch.uint8))
             token = self._fence(chunk, verdict, alive)
         await self._completed(token)  # microseconds, or what the engine had been given when the journal was drained
         counters = self._host_settle_counters.tolist()
-        self._sealed = counters[kernels.COUNT_SEALED_AFTER]
+        self._sealed = counters[kernels.COUNT_SEALED]
         kept = self._host_alive.tolist() if verdict.suspects else []
         return Settled(
             suspects=[suspect for suspect in verdict.suspects if kept[suspect.row]],
             stale_rows=counters[kernels.COUNT_STALE],
-            newly_sealed=counters[kernels.COUNT_SEALED_AFTER] - counters[kernels.COUNT_SEALED_BEFORE],
-            verified_rows=counters[kernels.COUNT_COMPARED],
             unsettled=counters[kernels.COUNT_UNSETTLED],
         )
 
@@ -443,7 +440,7 @@ class CudaVerifier:
             PER_SEGMENT=self._per_segment,
         )
 
-    def _count_sealed(self, counter: int) -> None:
+    def _count_sealed(self) -> None:
         """Count over the whole table, 1 B a slot: a running total would drift when a slot comes twice."""
         tile = 4096
         self._device.launch(
@@ -451,7 +448,7 @@ class CudaVerifier:
             self._programs_for(self.pool.num_slots, tile),
             self._state,
             self.pool.num_slots,
-            self._settle_counters[counter : counter + 1],
+            self._settle_counters[kernels.COUNT_SEALED : kernels.COUNT_SEALED + 1],
             BLOCK=tile,
         )
 

@@ -52,7 +52,7 @@ FINGERPRINT_DIFFERS, NOT_FINITE = 1, 2  # reasons in a fingerprint ring
 # Counters (int64) of one launch; the first is the ring's head: rows with a violation, whether they fitted or not.
 COUNT_BAD_ROWS, COUNT_MISMATCHES, COUNT_ROWS, COUNT_TESTED = 0, 1, 2, 3
 COUNT_CHAIN, COUNT_TOKEN = 3, 4  # stamps; a fingerprint launch counts rows with a sealed fingerprint in COUNT_TESTED
-COUNT_STALE, COUNT_COMPARED, COUNT_UNSETTLED, COUNT_SEALED_BEFORE, COUNT_SEALED_AFTER = 1, 2, 3, 4, 5  # settling
+COUNT_STALE, COUNT_UNSETTLED, COUNT_SEALED = 1, 2, 3  # settling
 COUNTERS = 8
 
 KEY_PADDING = 128  # the widest tile may reach this far past the last word
@@ -459,7 +459,7 @@ def settle_kernel(
     state_ptr,
     sealed_ptr,
     segment_sealed_ptr,
-    counters_ptr,  # int64 [COUNTERS]: COUNT_STALE, COUNT_COMPARED, COUNT_UNSETTLED
+    counters_ptr,  # int64 [COUNTERS]: COUNT_STALE, COUNT_UNSETTLED
     BLOCK_SLOTS: tl.constexpr,
     STEP: tl.constexpr,
     PER_SEGMENT: tl.constexpr,
@@ -471,7 +471,6 @@ def settle_kernel(
     slot that write its state in one launch write the same byte, so no order of theirs seals what only one of them read.
     """
     stale = 0
-    compared = 0
     unsettled = 0
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK_SLOTS), tl.num_programs(0)):
         rows = tile * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
@@ -495,7 +494,6 @@ def settle_kernel(
             tl.store(state_ptr + slots, after, mask=fresh | sealing)
         else:
             stale += tl.sum((alive == 0).to(tl.int32))
-            compared += tl.sum((kept & (kind == _SEALED)).to(tl.int32))
         if STEP == _CONTRADICT:
             candidate = kept & (kind == _CANDIDATE)
             read = tl.load(read_ptr + rows, mask=candidate, other=0)
@@ -508,8 +506,7 @@ def settle_kernel(
             unsettled += tl.sum((candidate & differs).to(tl.int32))
     if STEP != _COMMIT:
         tl.atomic_add(counters_ptr + 1, stale.to(tl.int64))
-        tl.atomic_add(counters_ptr + 2, compared.to(tl.int64))
-        tl.atomic_add(counters_ptr + 3, unsettled.to(tl.int64))
+        tl.atomic_add(counters_ptr + 2, unsettled.to(tl.int64))
 
 
 @triton.jit
