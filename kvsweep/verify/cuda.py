@@ -26,38 +26,17 @@ import anyio
 import numpy as np
 import torch
 
-from kvsweep.pool import KVPool, RealKvMode, Segment, StampBuffer, slots_of_pages
-from kvsweep.verify import REASON_BITS, Chunk, Settled, Suspect, Verdict, kernels
+from kvsweep.pool import KVPool, RealKvMode, Segment, slots_of_pages
+from kvsweep.verify import Chunk, Settled, Verdict, kernels
 from kvsweep.verify.device import Device, DeviceFailed, capture_lock, side_stream
 from kvsweep.verify.device import pause_for_capture as pause_for_capture
 from kvsweep.verify.hashing import make_keys
+from kvsweep.verify.readback import Buffers, read_back
 from kvsweep.verify.staging import BlockStaging, Staging
 
 MIN_CHUNK_SLOTS = 1024  # below this, launch overhead outweighs the work: a GPU that cannot spare it is too full
 STAGED_CHUNKS = 4  # of rows that one planning may have: about one, and a node that overshoots it
 ROWS_A_TILE = 256  # of the kernels that only touch states
-
-
-class _Buffers:
-    """What one chunk writes; there are two sets, so that a verdict outlives the start of the next chunk.
-
-    Attributes:
-        alive: uint8 [chunk_slots], of the last call but one or the last of `alive`; not tied to the others.
-        fingerprints: int64 [chunk_slots].
-        by_segment: int64 [chunk_slots, segments], one row where per-segment fingerprints are off.
-        counters: int64 [launches, COUNTERS], with a host copy. The last launch is the fingerprints'.
-        rings: int64 [launches, max_suspects, RING_COLUMNS], with a host copy.
-    """
-
-    def __init__(self, device: Device, chunk_slots: int, segments: int, launches: int, max_suspects: int) -> None:
-        ring = (launches, max_suspects, kernels.RING_COLUMNS)
-        self.alive = device.allocate((chunk_slots,), torch.uint8)
-        self.fingerprints = device.allocate((chunk_slots,), torch.int64)
-        self.by_segment = device.allocate((chunk_slots if segments else 1, max(1, segments)), torch.int64)
-        self.counters = device.allocate((launches, kernels.COUNTERS), torch.int64)
-        self.rings = device.allocate(ring, torch.int64)
-        self.host_counters = device.allocate((launches, kernels.COUNTERS), torch.int64, pinned=True)
-        self.host_rings = device.allocate(ring, torch.int64, pinned=True)
 
 
 class CudaVerifier:
@@ -150,7 +129,7 @@ class CudaVerifier:
             try:
                 launches = len(pool.stamps) + 1
                 self._buffers, self._staging = (
-                    [_Buffers(device, chunk_slots, segments, launches, self.max_suspects) for _ in range(2)],
+                    [Buffers(device, chunk_slots, segments, launches, self.max_suspects) for _ in range(2)],
                     BlockStaging(device, pool.device, STAGED_CHUNKS * chunk_slots),
                 )
                 self._host_alive = device.allocate((chunk_slots,), torch.uint8, pinned=True)
@@ -318,7 +297,7 @@ class CudaVerifier:
                 self._device.copy(buffers.host_rings, buffers.rings)
                 token = self._fence(buffers)
             await self._completed(token)
-        return self._verdict(len(chunk), buffers, stamps, fingerprints)
+        return read_back(self.pool, len(chunk), buffers, stamps=stamps, fingerprints=fingerprints)
 
     async def settle(
         self, chunk: Chunk, verdict: Verdict, alive: torch.Tensor, pass_number: int, *, seal: bool
@@ -366,7 +345,7 @@ class CudaVerifier:
         self._device.launch(kernel, programs, *args, BLOCK_SLOTS=ROWS_A_TILE)
         self._unfenced.append((slots, out))
 
-    def _launch_stamps(self, chunk: Chunk, buffers: _Buffers) -> None:
+    def _launch_stamps(self, chunk: Chunk, buffers: Buffers) -> None:
         for i, (stamp, sources) in enumerate(zip(self.pool.stamps, self._sources, strict=True)):
             tokens = chunk.next_tokens if stamp.token_offset else chunk.tokens
             self._device.launch(
@@ -389,7 +368,7 @@ class CudaVerifier:
                 num_warps=8,
             )
 
-    def _launch_fingerprints(self, chunk: Chunk, buffers: _Buffers) -> None:
+    def _launch_fingerprints(self, chunk: Chunk, buffers: Buffers) -> None:
         self._device.launch(
             kernels.fingerprint_kernel,
             self._programs_for(len(chunk), self._shape["BLOCK_SLOTS"]),
@@ -451,66 +430,6 @@ class CudaVerifier:
             self._settle_counters[kernels.COUNT_SEALED : kernels.COUNT_SEALED + 1],
             BLOCK=tile,
         )
-
-    # ---- reading back ----
-
-    def _verdict(self, n: int, buffers: _Buffers, stamps: bool, fingerprints: bool) -> Verdict:
-        """What a completed launch left in the host copies."""
-        pool, counters = self.pool, buffers.host_counters.tolist()
-        suspects: list[Suspect] = []
-        verified: dict[str, int] = {}
-        bytes_read = 0
-        launches: list[tuple[int, StampBuffer | None]] = []
-        if stamps:
-            launches += list(enumerate(pool.stamps))
-            for i, stamp in enumerate(pool.stamps):
-                bytes_read += counters[i][kernels.COUNT_ROWS] * (32 + sum(stamp.read_bytes))
-            if pool.stamps:
-                verified["chain"] = counters[0][kernels.COUNT_CHAIN]
-                verified["position"] = counters[0][kernels.COUNT_ROWS]
-                verified["token"] = counters[0][kernels.COUNT_TOKEN]
-                if any(stamp.mode is not RealKvMode.NONE for stamp in pool.stamps):
-                    verified["real_kv"] = counters[0][kernels.COUNT_ROWS]
-        if fingerprints:
-            launches.append((len(pool.stamps), None))
-            verified["fingerprint"] = counters[-1][kernels.COUNT_TESTED]
-            bytes_read += counters[-1][kernels.COUNT_ROWS] * pool.row_bytes
-        count = 0
-        for i, buffer in launches:
-            count += counters[i][kernels.COUNT_MISMATCHES]
-            held = min(counters[i][kernels.COUNT_BAD_ROWS], self.max_suspects)
-            for ring in buffers.host_rings[i, :held].tolist():
-                suspects += self._mismatches(ring) if buffer is None else _stamp_mismatches(ring, buffer)
-        suspects.sort(key=lambda suspect: suspect.row)
-        return Verdict(
-            suspects=suspects[: self.max_suspects],
-            suspect_count=count,
-            rows_read=max((counters[i][kernels.COUNT_ROWS] for i, _ in launches), default=0),
-            verified=verified,
-            bytes_read=bytes_read,
-            fingerprints=buffers.fingerprints[:n],
-            segment_fingerprints=buffers.by_segment[:n] if self._per_segment else None,
-        )
-
-    def _mismatches(self, ring: list[int]) -> Iterator[Suspect]:
-        """Suspects of one row of the fingerprint launch's ring."""
-        row, reasons, segment = ring[kernels.RING_ROW], ring[kernels.RING_REASONS], ring[kernels.RING_SEGMENT]
-        expected, actual, not_finite = ring[kernels.RING_PAIRS : kernels.RING_PAIRS + 3]
-        segments = self.pool.segments
-        if reasons & kernels.FINGERPRINT_DIFFERS:
-            name = segments[segment].name if segment >= 0 else None
-            yield Suspect(row=row, check="fingerprint", segment=name, expected=expected, actual=actual)
-        if reasons & kernels.NOT_FINITE:
-            name = segments[not_finite].name
-            yield Suspect(row=row, check="not_finite", segment=name, expected=0, actual=1)
-
-
-def _stamp_mismatches(ring: list[int], stamp: StampBuffer) -> Iterator[Suspect]:
-    """Suspects of one row of a stamp launch's ring."""
-    pairs = zip(ring[kernels.RING_PAIRS :: 2], ring[kernels.RING_PAIRS + 1 :: 2], strict=True)
-    for check, (expected, actual) in zip(("chain", "position", "real_kv", "token"), pairs, strict=True):
-        if ring[kernels.RING_REASONS] & REASON_BITS[check]:
-            yield Suspect(row=ring[kernels.RING_ROW], check=check, segment=stamp.name, expected=expected, actual=actual)
 
 
 def _check_extents(pool: KVPool) -> None:
