@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     device_bytes_per_second: float | None = Field(None, gt=0, description="upper bound on bytes verified a second")
     cycle_target: Seconds = Field(60.0, description="seconds in which every resident slot should be verified once")
     slice_us: float = Field(100.0, ge=10, le=10_000, description="longest the gate is held at a time, microseconds")
-    chunk_slots: int = Field(16_384, ge=1, le=1 << 24, description="slots of one plan and launch")
+    chunk_slots: int = Field(8192, ge=1, le=1 << 24, description="slots of one plan and launch")
 
     # What it does
     every_steps: int | None = Field(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -143,8 +143,8 @@ class _Tree:
     def parent(self, node: _Node) -> _Node | None:
         return node.parent
 
-    def children(self, node: _Node) -> Collection[_Node]:
-        return node.children
+    def children(self, node: _Node) -> list[_Node]:
+        return node.children.copy()
 
     def value(self, node: _Node) -> torch.Tensor | None:
         return node.value

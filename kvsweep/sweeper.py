@@ -35,7 +35,7 @@ from kvsweep.watchdog import Stages
 
 logger = logging.getLogger("kvsweep")
 
-MAX_SPANS = 512  # of one snapshot: planning takes a few Python steps a span, and the scheduler waits for the GIL
+MAX_SPANS = 256  # of one snapshot: planning takes a few Python steps a span, and the scheduler waits for the GIL
 
 
 @dataclass
@@ -200,6 +200,7 @@ class Sweeper:
         self.backends.drain()  # from here on, what is freed shows up in the drain after the read
         spans = await self._snapshot(walk)
         walk.plans.extend(self.backends.plan(spans, only_new=walk.only_new))
+        await self.pacer.after_slice(0.0)  # planning had the GIL for as long as the scheduler should have to wait
         if not walk.only_new:
             with self.stages("publish"):
                 self._publish.spans(spans, walk.record, self.pools.values())
@@ -210,6 +211,7 @@ class Sweeper:
         verdict = await self.backends.verify(plan)
         self.backends.drain()
         suspects = await self._settle(plan, verdict, record)
+        await self.pacer.after_slice(0.0)  # the same
         await self.confirmer.confirm(plan, suspects, record)
         with self.stages("publish"):
             self._publish.chunk(plan, verdict, record, resident=not walk.only_new)

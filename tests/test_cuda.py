@@ -10,11 +10,12 @@ import anyio.lowlevel
 import pytest
 import torch
 from cuda_support import EngineStream, PaperDevice, make_chunk, make_pool, make_segment, stamp
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvsweep.pool import KVPool, RealKvMode, Segment
 from kvsweep.tree import FreeJournal
 from kvsweep.verify import Chunk, kernels
-from kvsweep.verify.cuda import CudaVerifier
+from kvsweep.verify.cuda import MAX_UNFENCED, CudaVerifier
 from kvsweep.verify.device import DeviceFailed, capture_lock, pause_for_capture
 
 SLOTS = 16
@@ -299,6 +300,19 @@ async def test_an_engine_that_has_released_its_memory_stops_the_launch():
     with pytest.raises(ReleasedError):
         await checks.verify(make_chunk([1]))
     assert device.log == []
+
+
+async def test_frees_of_a_paused_sweep_do_not_pile_up():
+    """I5: while no chunk is read the journal is drained all the same; what a free was given is let go when done."""
+    device = PaperDevice(eager=True)
+    checks = make(device)
+    kept = []
+    for _ in range(1000):
+        slots = torch.arange(1, 5)
+        kept.append(StorageWeakRef(slots.untyped_storage()))
+        checks.forget(slots)
+        del slots
+    assert sum(not storage.expired() for storage in kept) <= 2 * MAX_UNFENCED
 
 
 async def test_a_slot_freed_during_its_read_is_stale():

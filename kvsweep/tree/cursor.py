@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import MutableSequence
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +62,8 @@ class NodeReader(Protocol):
     def parent(self, node: Any) -> Any:
         """None for the root. A removed node still knows its parent while that one is a front split from it."""
 
-    def children(self, node: Any) -> Collection[Any]: ...
+    def children(self, node: Any) -> MutableSequence[Any]:
+        """A copy, which the caller uses up. One C call: the root may have 50,000."""
 
     def value(self, node: Any) -> torch.Tensor | None:
         """The node's device slots; None if it has none: evicted to the host, or the root."""
@@ -96,8 +97,8 @@ class NodeCursor:
         self._met = 0  # device slots of the nodes visited, copied or skipped
         self._last: Any = None  # the node visited last in this slice, and its value
         self._last_value: torch.Tensor | None = None
-        # The stack, as parallel lists: a node, the node it was pushed under, and where that one ended.
-        self._nodes: list[Any] = []
+        # The stack, as parallel lists: siblings not yet visited, the node they were found under, where that one ended.
+        self._siblings: list[MutableSequence[Any]] = []
         self._parents: list[Any] = []
         self._starts: list[int] = []
         self._push_children(self._root, 0)
@@ -106,10 +107,12 @@ class NodeCursor:
         """See `Cursor.advance`; O(1) Python steps a node, none of them touching a tensor's data."""
         attached, parent_of = self._read.attached, self._read.parent
         if self._read.root() != self._root:  # the tree was reset: nothing it held for the whole pass is left
-            self._nodes.clear()
+            self._siblings.clear()
         self._last = None  # values may have been replaced between slices
-        while self._nodes:
-            node, parent, start = self._nodes.pop(), self._parents.pop(), self._starts.pop()
+        while self._siblings:
+            node, parent, start = self._siblings[-1].pop(), self._parents[-1], self._starts[-1]
+            if not self._siblings[-1]:
+                del self._siblings[-1], self._parents[-1], self._starts[-1]
             here = attached(node)
             if parent_of(node) != parent:  # split since it was pushed
                 start = self._visit_fronts(node, parent, start, spans)
@@ -117,7 +120,7 @@ class NodeCursor:
                 self._push_children(node, self._visit(node, start, spans))
             if spans.num_slots >= max_slots or time.perf_counter_ns() >= deadline_ns:
                 break
-        return not self._nodes
+        return not self._siblings
 
     def _visit_fronts(self, node: Any, ancestor: Any, start: int, spans: Spans) -> int:
         """Visit the fronts that splits have put between `ancestor` and `node`; where they end. They may outlive it."""
@@ -164,6 +167,6 @@ class NodeCursor:
     def _push_children(self, node: Any, end: int) -> None:
         children = self._read.children(node)
         if children:
-            self._nodes.extend(children)
-            self._parents.extend([node] * len(children))
-            self._starts.extend([end] * len(children))
+            self._siblings.append(children)
+            self._parents.append(node)
+            self._starts.append(end)

@@ -36,6 +36,7 @@ from kvsweep.verify.staging import BlockStaging, Staging
 
 MIN_CHUNK_SLOTS = 1024  # below this, launch overhead outweighs the work: a GPU that cannot spare it is too full
 STAGED_CHUNKS = 4  # of rows that one planning may have: about one, and a node that overshoots it
+MAX_UNFENCED = 64  # things that are kept alive for the launches since the last token
 ROWS_A_TILE = 256  # of the kernels that only touch states
 
 
@@ -78,7 +79,7 @@ class CudaVerifier:
         finite: bool = False,
         sm_budget: int = 8,
         green_sms: int | None = None,
-        chunk_slots: int = 16_384,
+        chunk_slots: int = 8192,
         max_suspects: int = 1024,
         seed: int | None = None,
         device: Device | None = None,
@@ -269,6 +270,8 @@ class CudaVerifier:
                 self._unfenced.append(slots)
                 slots = slots.to("cpu", torch.int64).pin_memory().to(self.pool.device, non_blocking=True)
             self._launch_rows(kernels.forget_kernel, slots.contiguous())
+            if len(self._unfenced) > MAX_UNFENCED:  # no chunk comes along while the sweep is paused
+                self._query(self._fence())
 
     async def verify(self, chunk: Chunk, *, stamps: bool = True, fingerprints: bool = True) -> Verdict:
         if len(chunk) > self.chunk_slots:

@@ -36,6 +36,7 @@ from kvsweep.engine import Pressure
 from kvsweep.service import Service
 
 SLOTS, NODE, DEEP = 1_000_000, 50, 8  # slots in the tree, of a node, nodes of a prompt
+FREE = 2000  # slots that are kept free, as by a scheduler that evicts no more than it needs
 PROMPTS = SLOTS // NODE // DEEP
 WARM_UP = 2000  # iterations until as many nodes go as come
 
@@ -48,8 +49,8 @@ def build(core: str) -> Cache:
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    pool = mha_pool(SLOTS + 50_000, layers=1)
-    allocator = plain_allocator(pool, SLOTS + 50_000)
+    pool = mha_pool(SLOTS + FREE, layers=1)
+    allocator = plain_allocator(pool, SLOTS + FREE)
     table = ReqToTokenPool(size=8, max_context_len=4096, device="cpu", enable_memory_saver=False)
     params = CacheInitParams(disable=False, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=1,
                              tree_components=(ComponentType.FULL,), tree_core_backend=core)  # fmt: skip
@@ -106,7 +107,8 @@ def schedule(cache: Cache, iterations: int, timed: Timed, forward: float = 0.0) 
             tokens = [prompt * 1000 + i for i in range(length)]
             timed.call("match", cache.match, tokens)
         timed.call("insert", cache.insert, [picks.randrange(1 << 30) for _ in range(2 * NODE)])
-        timed.call("evict", cache.evict, 2 * NODE)
+        if (short := FREE - cache.allocator.available_size()) > 0:
+            timed.call("evict", cache.evict, short)
         if forward:
             begin = time.perf_counter()
             time.sleep(forward)  # the forward pass, in which the scheduler's thread waits
@@ -169,6 +171,8 @@ def main(core: str = "rust", iterations: str = "3000", intensity: str = "normal"
         begin = time.perf_counter()
         cache.core.walk_for_kv_canary(False, False)
         print(f"SGLang's own whole-tree walk: {(time.perf_counter() - begin) * 1000:.1f} ms")
+    slices(cache)  # the first read of each node makes a tensor of its slots
+    freeze()
     slices(cache).show("kvsweep's walk, ms of CPU")
 
     wall = Timed(time.perf_counter)
@@ -177,7 +181,8 @@ def main(core: str = "rust", iterations: str = "3000", intensity: str = "normal"
     wall.show("alone, ms by the clock")
     load = Pressure()
     cache.engine.pressure = lambda: load  # type: ignore[method-assign]
-    service = Service(cache.engine, Settings(http=False, intensity=intensity, light_interval=0))
+    # A target it cannot meet keeps it sweeping all the time.
+    service = Service(cache.engine, Settings(http=False, intensity=intensity, light_interval=0, cycle_target=0.5))
     assert service.start(), service.reason
     while service.status()["passes"]["deep"] < 2:  # steady: every node has been visited; idle, so that it goes fast
         schedule(cache, 100, Timed(), forward=0.004)

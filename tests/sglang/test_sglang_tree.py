@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("sglang.srt", reason="needs SGLang 0.5.23: tests/sglang/cpu_
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_caches import Cache, make_cache
 
@@ -185,6 +186,29 @@ def test_the_fronts_of_an_evicted_node_are_found_through_it(kind: str):
     cache.engine.detach()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "swa" not in kind])
+@pytest.mark.parametrize("order", list(itertools.permutations([10, 20, 30])), ids=str)
+def test_the_oldest_front_outlives_all_others(kind: str, order: tuple[int, ...]):
+    """I1: a waiting node is split in any order, and all but its first front is evicted, piece by piece: that front is
+    walked and looked up through the node it once was part of."""
+    cache = make_cache(kind)
+    cache.engine.attach()
+    cache.insert(list(range(40)))
+    spans, cursor = cache.sweep(), cache.engine.tree.cursor()
+    (node,), (slots,) = spans.nodes, [value.tolist() for value in spans.values]
+    for length in order:
+        cache.match(list(range(length)))
+    for held in (30, 20, 10):
+        cache.evict(10)
+        assert len(cache.walk()) == held if kind != "classic" else cache.sweep().num_slots == held
+        assert [cache.engine.tree.slot_at(node, at) for at in (0, held - 1, held)] == [slots[0], slots[held - 1], None]
+    assert cache.engine.tree.slot_at(node, -1) is None
+    walked = Spans()
+    assert cursor.advance(walked, 1 << 60, 1 << 62)
+    assert torch.cat(walked.values).tolist() == slots[:10]
+    cache.engine.detach()
+
+
 def last_node(cache: Cache, tokens: list[int]):
     return cache.cache.match_prefix(MatchPrefixParams(key=cache.key(tokens))).last_device_node
 
@@ -224,6 +248,43 @@ def test_the_mirror_forgets_what_the_core_forgets(steps):
     assert cache.sweep().num_slots == 0
     assert mirror._raw.keys() == {mirror.root()} and not mirror.children(mirror.root())
     assert not (mirror._parents or mirror._by_name or mirror._namespaces or mirror._gone or mirror._tails)
+    cache.engine.detach()
+
+
+def test_the_mirror_keeps_the_tokens_of_living_slots_only():
+    """I5: a tail does not keep in memory what its fronts took from it."""
+    cache = make_cache("rust", 4096)
+    cache.engine.attach()
+    cache.insert(list(range(2000)))
+    for length in range(1990, 0, -10):
+        cache.match(list(range(length)))
+    mirror = cache.engine.tree.reader
+    arrays = {id(raw if raw.base is None else raw.base): raw if raw.base is None else raw.base
+              for raw in mirror._raw.values()}  # fmt: skip
+    assert len(mirror._raw) == 201
+    assert sum(array.nbytes for array in arrays.values()) <= 2 * 8 * 2000
+    cache.engine.detach()
+
+
+def test_a_long_path_is_learnt_in_one_go():
+    """I1, I4: what was inserted and split before kvsweep came is learnt by one match, each node looked at once."""
+    cache = make_cache("rust", 8192)
+    tokens = list(range(4000))
+    cache.insert(tokens)
+    for length in range(3998, 0, -2):
+        cache.match(tokens[:length])
+    cache.engine.attach()
+    mirror, asked = cache.engine.tree.reader, []
+
+    class Counting(dict):
+        def __contains__(self, node: object) -> bool:
+            asked.append(node)
+            return super().__contains__(node)
+
+    mirror._raw = Counting(mirror._raw)
+    cache.match(tokens)
+    assert len(mirror._raw) == 2001 and len(asked) < 4 * 2000
+    assert cache.rows(cache.sweep()) == cache.walk()
     cache.engine.detach()
 
 
@@ -316,6 +377,91 @@ def test_nodes_on_the_host_are_skipped_and_come_back(kind: str):
     spans = cache.sweep()
     assert spans.skipped["host_evicted"] == 8 and spans.num_slots == 40
     assert cache.rows(spans) == cache.walk()
+    cache.engine.detach()
+
+
+def test_what_the_host_tier_drops_leaves_the_mirror():
+    """I5: nodes that go with the host tier go from the mirror too, also while nothing is swept."""
+    cache = make_cache("rust", 4096)
+    cache.engine.attach()
+    core, mirror = cache.core, cache.engine.tree.reader
+    core.set_hicache_enabled()
+    most = 0
+    for prompt in range(300):
+        tokens = [prompt * 100 + i for i in range(20)]
+        cache.insert(tokens, reuse=False)
+        node = core.match_full_device_prefix(cache.key(tokens))[1]
+        core.commit_backup(node, torch.arange(1, 21), {})
+        cache.cache._demote(node, {ComponentType.FULL: 0})
+        evicted = core.drive_host_eviction(ComponentType.FULL, 20)
+        for freed in (evicted.host_frees, evicted.device_frees, evicted.cache_actions):
+            freed.clear()
+        most = max(most, len(mirror._parents))
+    assert most <= 64 and cache.engine.tree.broken is None
+    cache.engine.detach()
+
+
+@pytest.mark.parametrize("kind", ["python", "rust"])
+def test_a_load_that_ends_unseen_is_over(kind: str):
+    """I1: a load under way when kvsweep detached is not waited for for ever; one that still is under way, is."""
+    cache = make_cache(kind)
+    cache.engine.attach()
+    core, nodes = cache.core, []
+    core.set_hicache_enabled()
+    for first in (0, 1000):
+        cache.insert(list(range(first, first + 40)))
+    for node in map(cache.engine.tree.reader.id, cache.sweep().nodes):
+        core.commit_backup(node, torch.arange(1, 41), {})
+        cache.cache._demote(node, {ComponentType.FULL: 0})
+        transfer, others = core.build_load_back_spec(node)
+        core.commit_load_back(node_id=node, device_indices=cache.alloc(40), kv_xfer=transfer, comp_xfers=others)
+        nodes.append(node)
+    assert cache.sweep().skipped == {"loading": 80}
+    core.insert_host(nodes[0], cache.key(list(range(5000, 5030))), torch.arange(100, 130), ["h"] * 30)
+    assert cache.sweep().skipped == {"loading": 80, "host_evicted": 30}  # it has no slots to wait for
+    cache.engine.detach()
+    core.finish_load_back(nodes[0])
+    cache.cache.ongoing_load_back = {nodes[1]: None}  # as the cache's own load_back() notes it
+    cache.engine.attach()
+    spans = cache.sweep()
+    assert spans.skipped["loading"] == 40 and spans.num_slots == 40
+    cache.engine.detach()
+
+
+@pytest.mark.parametrize("kind", ["rust", "rust-swa"])
+def test_kvsweep_comes_in_the_middle_of_an_insert(kind: str):
+    """I8: an insert that was suspended when the hooks came ends as if they were not there; a match learns the rest."""
+    cache = make_cache(kind)
+    cache.insert(list(range(60)), reuse=False)
+    if cache.swa:
+        cache.evict(0, 30)
+    step = cache.core.begin_insert(InsertParams(key=cache.key(list(range(70))), value=cache.alloc(70)))
+    assert (step.result is None) == cache.swa  # suspended where window slots are to be made anew
+    cache.engine.attach()
+    cache.cache._apply_cache_actions(step.actions)
+    while step.result is None:
+        step = cache.core.resume_insert()
+        cache.cache._apply_cache_actions(step.actions)
+    cache.cache._apply_cache_actions(cache.core.end_insert())
+    assert cache.engine.tree.broken is None
+    cache.match(list(range(70)))
+    assert cache.rows(cache.sweep()) == cache.walk()
+    cache.engine.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attached_anew_it_is_whole_again(kind: str):
+    """I8: what broke kvsweep's view of the tree does not outlive a stop and a start."""
+    cache = make_cache(kind)
+    cache.engine.attach()
+    cache.insert(list(range(40)))
+    cache.engine.tree.broken = "a hook into SGLang failed"
+    with pytest.raises(RuntimeError, match="a hook"):
+        cache.sweep()
+    cache.engine.detach()
+    cache.engine.attach()
+    cache.match(list(range(40)))
+    assert cache.sweep().num_slots == 40
     cache.engine.detach()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -205,8 +205,8 @@ class RadixTree:
     def parent(self, node: Node) -> Node | None:
         return node.parent
 
-    def children(self, node: Node) -> Collection[Node]:
-        return node.children.values()
+    def children(self, node: Node) -> list[Node]:
+        return list(node.children.values())
 
     def value(self, node: Node) -> torch.Tensor | None:
         return node.value

@@ -126,6 +126,7 @@ class SGLangEngine:
         Raises:
             UnsupportedSGLang: if a method is missing; nothing stays wrapped then.
         """
+        self._forget_what_was_missed()
         try:
             journal_frees(self._patches, self._leaf_allocators, self.journal)
             self._follow_tree()
@@ -137,6 +138,13 @@ class SGLangEngine:
 
     def detach(self) -> None:
         self._patches.restore()
+
+    def _forget_what_was_missed(self) -> None:
+        """Between `detach` and `attach` nobody told of loads that ended; and what was broken begins anew."""
+        self.tree.loading.clear(keep=getattr(self._cache, "ongoing_load_back", ()))
+        if self.tree.broken is not None:
+            self.tree.reset()
+            self.tree.broken = None
 
     def _follow_tree(self) -> None:
         tree, wrap = self.tree, self._patches.wrap
@@ -172,7 +180,9 @@ class SGLangEngine:
             if params is not None:
                 keys[:] = [params.key]
             if step.result is not None:
-                mirror.learn(step.result.last_device_node, keys[0])
+                for key in keys:  # none if kvsweep came in the middle of an insert
+                    mirror.learn(step.result.last_device_node, key)
+                keys.clear()
                 self.tree.changes += 1
 
         def matched(result: Any, params: Any) -> None:
@@ -196,6 +206,7 @@ class SGLangEngine:
         wrap(core, "match_prefix", self._after(matched))
         wrap(core, "attach_swa_window", self._after(window_attached))
         wrap(core, "insert_host", self._after(host_inserted))
+        wrap(core, "drive_host_eviction", self._after(lambda *_, **__: mirror.prune()))
         for name in ("evict_device_leaf", "demote", "drop_subtree_no_host"):
             wrap(core, name, self._before(leaving))
             wrap(core, name, self._after(left))

@@ -21,7 +21,8 @@ be helped: a value that was once read stays a Python tensor, which torch keeps w
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from array import array
+from collections.abc import MutableSequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ class RustMirror:
         self._gone: dict[int, int] = {}  # a node that was evicted -> the front that was split from it, which was not
         self._tails: dict[int, int] = {}  # the same the other way round
         self._newest = 0
+        self._unchecked = array("q")  # nodes that `prune` has yet to look at
 
     # ---- told by the hooks ----
 
@@ -86,6 +88,15 @@ class RustMirror:
         if node in self._parents and not self._alive(node):
             self._drop(node)
 
+    def prune(self, count: int = 64) -> None:
+        """Look at so many nodes, all in turn, and forget those that the core dropped without a word (host eviction)."""
+        if not self._unchecked:
+            self._unchecked = array("q", self._parents)
+        for node in self._unchecked[-count:]:
+            if node in self._parents and not self._alive(node):
+                self._drop(node)
+        del self._unchecked[-count:]
+
     def repair(self, node_id: int) -> None:
         """Learn the fronts that splits took from this node since it was last looked at."""
         self.attached(self._root + node_id)
@@ -99,9 +110,8 @@ class RustMirror:
         parent = self._parents.get(node)
         return self._gone.get(node) if parent is None else parent
 
-    def children(self, node: int) -> Collection[int]:
-        packed = self._children.get(node)
-        return np.frombuffer(packed, dtype=PACKED).tolist() if packed else ()
+    def children(self, node: int) -> MutableSequence[int]:
+        return array("q", bytes(self._children.get(node, b"")))
 
     def id(self, node: int) -> int:
         return node & ID_MASK
@@ -118,6 +128,9 @@ class RustMirror:
             return None
         value: torch.Tensor | None = self._value(node & ID_MASK, FULL)
         return value
+
+    def loading(self, node: int) -> bool:
+        return (node & ID_MASK) in self._loading and self._value(node & ID_MASK, FULL) is not None
 
     def key(self, node: int) -> np.ndarray:
         """int64 [n], the first token of each of the node's n slots; nothing for a node that is gone."""
@@ -169,14 +182,16 @@ class RustMirror:
             tokens: raw tokens of the path from position `base` on; read below the last node that is known already.
         """
         path = self._paths([node_id])[0]  # (id, parent id, start, end, ...) of each node, root excluded
+        next_known: list[int | None] = [None] * len(path)  # of each, the first known node below it
+        for i in range(len(path) - 1, 0, -1):
+            node = self._root + path[i][0]
+            next_known[i - 1] = node if node in self._raw else next_known[i]
         parent = self._root
-        for i, (path_id, _, start, end, *_) in enumerate(path):
+        for (path_id, _, start, end, *_), below in zip(path, next_known, strict=True):
             node = self._root + path_id
             if node not in self._raw:
-                later = (self._root + later_id for later_id, *_ in path[i + 1 :])
-                below = next((self._raw[node] for node in later if node in self._raw), None)
                 if below is not None:  # between two known nodes there are only fronts of the lower one
-                    raw = below[: end - start + self._extra]
+                    raw = self._raw[below][: end - start + self._extra]
                 elif start >= base:
                     raw = tokens[start - base : end - base + self._extra]
                 else:
@@ -200,6 +215,8 @@ class RustMirror:
             self._unhang(before)
             self._hang(node, parent, raw, name)
             rest = self._raw[before][len(raw) - self._extra :]
+            if rest.base is not None and 2 * len(rest) < len(rest.base):
+                rest = rest.copy()  # else a short tail would keep the tokens of all its fronts
             self._hang(before, node, rest, self._name(node, rest))
             self._namespaces.pop(before, None)
         if parent == self._root:
@@ -233,13 +250,22 @@ class RustMirror:
             name = self._name(parent, raw, self._namespaces.pop(node, ""))
             if self._by_name.get(name) == node:
                 del self._by_name[name]
-            if parent > node and (parent in self._raw or parent in self._gone):
-                self._gone[node], self._tails[parent] = parent, node
-            else:  # with it, what led here leads nowhere any more
-                tail = self._tails.pop(node, None)
-                while tail is not None:
-                    del self._gone[tail]
-                    tail = self._tails.pop(tail, None)
+            self._note_gone(node, parent)
+
+    def _note_gone(self, node: int, parent: int) -> None:
+        """A front belongs to every node it was split from: the parent may be one of a node that led to this one."""
+        tail: int | None = node
+        while tail is not None and parent < tail:  # not its front
+            self._gone.pop(tail, None)
+            tail = self._tails.pop(tail, None)
+        if tail is None:
+            return
+        if parent in self._raw or parent in self._gone:
+            self._gone[tail], self._tails[parent] = parent, tail
+            return
+        while tail is not None:  # it leads nowhere any more
+            self._gone.pop(tail, None)
+            tail = self._tails.pop(tail, None)
 
     def _namespace(self, node: int) -> str:
         above = self.parent(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, MutableSequence, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,9 +26,13 @@ class TreeReader(Protocol):
 
     def parent(self, node: Any) -> Any: ...
 
-    def children(self, node: Any) -> Collection[Any]: ...
+    def children(self, node: Any) -> MutableSequence[Any]: ...
 
-    def value(self, node: Any) -> torch.Tensor | None: ...
+    def value(self, node: Any) -> torch.Tensor | None:
+        """As in `NodeReader`; None also while it is `loading`."""
+
+    def loading(self, node: Any) -> bool:
+        """It has device slots that still wait for their bytes."""
 
     def key(self, node: Any) -> Any: ...
 
@@ -83,9 +87,10 @@ class Loading:
         self._loads.pop(anchor, None)
         self._born.pop(anchor, None)
 
-    def clear(self) -> None:
-        self._loads.clear()
-        self._born.clear()
+    def clear(self, keep: Container[int] = ()) -> None:
+        """End all loads but those of the anchors to `keep`."""
+        for anchor in [anchor for anchor in self._loads if anchor not in keep]:
+            self.end(anchor)
 
     def __contains__(self, node_id: int) -> bool:
         if not self._loads:
@@ -124,9 +129,9 @@ class SGLangCursor(NodeCursor):
 
     def _absent(self, node: Any) -> str:
         reader = self._tree.reader
-        if reader.id(node) not in self._tree.loading:
+        if not reader.loading(node):
             return "host_evicted"
-        self._met += len(reader.key(node))  # it has its slots, not yet their bytes
+        self._met += len(reader.key(node))
         return "loading"
 
 
@@ -197,6 +202,8 @@ class NodeTree:
         """The node that holds `position` on the path that ends in `node`, and where it starts; None if it is gone.
         Fronts that splits took from `node` may outlive it."""
         reader = self.reader
+        if position < 0:
+            return None
         while not reader.attached(node):
             node = reader.parent(node)
             if node is None:
@@ -233,9 +240,8 @@ class _RadixKeys:
     def parent(self, node: Any) -> Any:
         return node.parent
 
-    def children(self, node: Any) -> Collection[Any]:
-        children: Collection[Any] = node.children.values()
-        return children
+    def children(self, node: Any) -> list[Any]:
+        return list(node.children.values())
 
     def id(self, node: Any) -> int:
         return int(node.id)
@@ -277,6 +283,9 @@ class UnifiedReader(_RadixKeys):
         value: torch.Tensor | None = node.component_data[FULL].value
         return value
 
+    def loading(self, node: Any) -> bool:
+        return node.id in self._loading and node.component_data[FULL].value is not None
+
     def locked(self, node: Any) -> bool:
         return bool(node.component_data[FULL].lock_ref)
 
@@ -313,6 +322,9 @@ class ClassicReader(_RadixKeys):
 
     def value(self, node: Any) -> torch.Tensor | None:
         return None if node.parent is None else node.value
+
+    def loading(self, node: Any) -> bool:
+        return False
 
     def locked(self, node: Any) -> bool:
         return bool(node.lock_ref)
