@@ -9,8 +9,7 @@ not freed between its snapshot and its read: it belonged to the same prefix, at 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 
 import torch
@@ -21,7 +20,7 @@ from kvsweep.pacing import Pacer
 from kvsweep.plan import Plan, new_rows, new_spans, plan_chunks
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Spans
-from kvsweep.tree.journal import Freed
+from kvsweep.tree.journal import Freed, joined
 from kvsweep.verify import Settled, Verdict, Verifier
 from kvsweep.watchdog import Stages
 
@@ -129,7 +128,7 @@ class Backends:
             if journal.overflows != self._overflows:
                 self._overflows, self.forgot = overflows, True
             for name, verifier in self.verifiers.items():
-                for slots, page_size in _joined(freed for freed in entries if freed.pool in ("*", name)):
+                for slots, page_size in joined(freed for freed in entries if freed.pool in ("*", name)):
                     verifier.forget(slots, page_size)
         except Exception:  # the entries are gone: count everything as freed rather than miss one
             for verifier in self.verifiers.values():
@@ -178,19 +177,3 @@ class Backends:
         yield self._tree_pool, plan.tree_slots, plan.tree_prev_slots
         if plan.pool.kind is PoolKind.SWA:
             yield plan.pool.name, plan.chunk.slots, plan.chunk.prev_slots
-
-
-def _joined(freed: Iterable[Freed]) -> list[tuple[torch.Tensor | None, int]]:
-    """The same (slots or pages, page size) in few tensors: a scheduler frees hundreds of times between two drains, a
-    few slots each. Those in GPU memory stay as they are: joining them would be work on a stream that has not waited
-    for the engine's."""
-    joined: list[tuple[torch.Tensor | None, int]] = []
-    on_host: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-    for _, slots, page_size in freed:
-        if slots is None:
-            return [(None, 1)]
-        if slots.is_cuda:
-            joined.append((slots, page_size))
-        else:
-            on_host[page_size].append(slots if slots.dim() == 1 else slots.reshape(-1))
-    return [*((torch.cat(parts), page_size) for page_size, parts in on_host.items()), *joined]

@@ -11,7 +11,7 @@ import torch
 from kvsweep.checks import structural
 from kvsweep.checks.views import AllocatorView
 from kvsweep.pool import KVPool, slots_of_pages
-from kvsweep.tree.journal import Freed
+from kvsweep.tree.journal import Freed, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +85,11 @@ class PoolTable:
 
 def mark_freed(freed: Mapping[str, torch.Tensor], entries: Sequence[Freed]) -> None:
     """Set in `freed` (pool -> bool [slots]) what the journal names; indices outside a pool are left to the checks."""
-    for entry in entries:
-        for name, mask in freed.items():
-            if entry.pool not in ("*", name):
-                continue
-            if entry.slots is None:
+    for name, mask in freed.items():
+        for slots, page_size in joined(entry for entry in entries if entry.pool in ("*", name)):
+            if slots is None:
                 mask.fill_(True)
-            else:
-                slots = entry.slots if entry.page_size == 1 else slots_of_pages(entry.slots, entry.page_size)
-                slots = slots.reshape(-1).to(mask.device, torch.int64)
-                mask.index_fill_(0, slots[(slots >= 0) & (slots < mask.numel())], True)
+                break
+            slots = slots if page_size == 1 else slots_of_pages(slots, page_size)
+            slots = slots.reshape(-1).to(mask.device, torch.int64)
+            mask.index_fill_(0, slots[(slots >= 0) & (slots < mask.numel())], True)

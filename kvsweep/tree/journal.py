@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -72,13 +73,9 @@ class FreeJournal:
     def drain(self) -> list[Freed]:
         """Sweeper side: all entries appended so far, oldest first."""
         drained: list[Freed] = []
-        while True:
-            try:
-                entry = self._entries.popleft()
-            except IndexError:
-                break
-            drained.append(entry)
-            self._drained += 0 if entry.slots is None else entry.slots.numel()
+        while self._entries:  # to its end, so that nothing from before an overflow comes after the "*"
+            drained.append(self._entries.popleft())
+        self._drained += sum(entry.slots.numel() for entry in drained if entry.slots is not None)
         if self._overflowed:
             self._overflowed = False
             return [Freed("*", None)]
@@ -86,3 +83,19 @@ class FreeJournal:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def joined(freed: Iterable[Freed]) -> list[tuple[torch.Tensor | None, int]]:
+    """The same (slots or pages, page size) in few tensors: a scheduler frees hundreds of times between two drains, a
+    few slots each. Those in GPU memory stay as they are: joining them would be work on a stream that has not waited
+    for the engine's."""
+    joined: list[tuple[torch.Tensor | None, int]] = []
+    on_host: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for _, slots, page_size in freed:
+        if slots is None:
+            return [(None, 1)]
+        if slots.is_cuda:
+            joined.append((slots, page_size))
+        else:
+            on_host[page_size].append(slots if slots.dim() == 1 else slots.reshape(-1))
+    return [*((torch.cat(parts), page_size) for page_size, parts in on_host.items()), *joined]
