@@ -73,11 +73,12 @@ class FreeJournal:
     def drain(self) -> list[Freed]:
         """Sweeper side: all entries appended so far, oldest first."""
         drained: list[Freed] = []
-        while self._entries:  # to its end, so that nothing from before an overflow comes after the "*"
+        while self._entries:
             drained.append(self._entries.popleft())
         self._drained += sum(entry.slots.numel() for entry in drained if entry.slots is not None)
-        if self._overflowed:
-            self._overflowed = False
+        if self._overflowed:  # until this is unset nothing is noted
+            self._entries.clear()
+            self._drained, self._overflowed = self._noted, False
             return [Freed("*", None)]
         return drained
 
