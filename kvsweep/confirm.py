@@ -15,8 +15,10 @@ from kvsweep.pacing import Pacer
 from kvsweep.plan import Plan
 from kvsweep.publish import Publisher
 from kvsweep.verify import Suspect
+from kvsweep.verify.device import try_turn
 from kvsweep.watchdog import Stages
 
+RETRY = 0.0005  # seconds that a graph capture is given before a turn is asked for again
 MAX_CASES = 1000  # findings that `recheck` can read again; each keeps one row of a plan
 
 
@@ -73,10 +75,11 @@ class Confirmer:
             elif (suspect.row, suspect.check, suspect.segment) not in still_wrong:
                 self._publish.dismissed("transient")
             else:
-                finding = byte_finding(self._engine, plan, suspect, first_seen, record.number)
+                with backends.turn(plan):
+                    slot, case = int(plan.chunk.slots[suspect.row]), plan.rows([suspect.row])
+                finding = byte_finding(self._engine, plan, suspect, slot, first_seen, record.number)
                 if len(self.cases) < MAX_CASES:
-                    with backends.turn(plan):
-                        self.cases[finding.id] = plan.rows([suspect.row])
+                    self.cases[finding.id] = case
                 with self._stages("publish"):
                     record.confirmed += self._publish.finding(finding)
                 await self._pacer.after_slice(0.0)  # a cache gone bad has thousands, each a look at its path
@@ -120,13 +123,14 @@ class Confirmer:
         while left:
             with self._stages("settle"):
                 deadline = time.perf_counter_ns() + self._slice_ns
-                with self._engine.gate.held() as hold:
-                    while left:
+                # Reads the tree's tensors. Whoever captures a graph may want the gate meanwhile: no waiting for a turn.
+                with self._engine.gate.held() as hold, try_turn() as mine:
+                    while left and mine:
                         row = left.pop()
                         node, position = plan.spans.nodes[int(plan.span_of[row])], int(plan.positions[row])
                         slot = self._engine.tree.slot_at(node, position)
                         held[row] = slot == slots[row]
                         if time.perf_counter_ns() >= deadline:
                             break
-            await self._pacer.after_slice(hold.seconds)
+            await self._pacer.after_slice(hold.seconds if mine else RETRY)
         return held

@@ -25,11 +25,13 @@ WHAT_DIFFERS = {
 }
 
 
-def byte_finding(engine: Engine, plan: Plan, suspect: Suspect, first_seen: float, pass_number: int) -> Finding:
-    """The finding for a suspect of the deep pass, one row of `plan`. Its prefix is None if that was evicted."""
-    row = suspect.row
-    span, position = int(plan.span_of[row]), int(plan.positions[row])
-    node, slot = plan.spans.nodes[span], int(plan.chunk.slots[row])
+def byte_finding(
+    engine: Engine, plan: Plan, suspect: Suspect, slot: int, first_seen: float, pass_number: int
+) -> Finding:
+    """The finding for a suspect of the deep pass, one row of `plan` and its slot in the pool's own numbering. Its
+    prefix is None if that was evicted."""
+    span, position = int(plan.span_of[suspect.row]), int(plan.positions[suspect.row])
+    node = plan.spans.nodes[span]
     with engine.gate.held():
         namespace, tokens = engine.tree.prefix(node, position)
     prefix = prefix_hash(namespace, tokens) if len(tokens) > position else None
@@ -70,10 +72,11 @@ def byte_message(finding: Finding) -> str:
 def structural_finding(engine: Engine, candidate: Candidate, pass_number: int) -> Finding:
     """The finding for a candidate of the light pass; its detail lists all slots, nodes and requests."""
     position = candidate.positions[0] if candidate.positions else None
-    namespace, tokens = "", None
+    namespace, tokens = "", np.empty(0, np.int64)
     if candidate.nodes and position is not None:
         with engine.gate.held():
             namespace, tokens = engine.tree.prefix(candidate.nodes[0], position)
+    known = position is not None and len(tokens) == position + 1  # else it was evicted meanwhile
     names = candidate.detail["nodes"]
     now = time.time()
     return Finding(
@@ -83,10 +86,10 @@ def structural_finding(engine: Engine, candidate: Candidate, pass_number: int) -
         segment=None,
         slot=candidate.slots[0] if candidate.slots else None,
         position=position,
-        token=int(tokens[position]) if tokens is not None and position is not None and position < len(tokens) else None,
+        token=int(tokens[-1]) if known else None,
         node=names[0] if names else None,
         namespace=namespace,
-        prefix_hash=None if tokens is None else prefix_hash(namespace, tokens),
+        prefix_hash=prefix_hash(namespace, tokens) if known else None,
         expected=None,
         actual=None,
         first_seen=now,

@@ -202,13 +202,13 @@ class Findings:
         if len(self._open) >= MAX_OPEN:
             self.log.suppressed += 1
             return False
+        self.log.write(finding)  # on disk before anybody can see it: the process may end at any moment
         self.confirmed += 1
         self._open[finding.id] = finding
         self._known.pop(finding.id, None)
         self._known[finding.id] = finding
         while len(self._known) > self._remembered:
             self._known.pop(next(iter(self._known)))
-        self.log.write(finding)
         return True
 
     def is_open(self, id_: str) -> bool:

@@ -352,7 +352,7 @@ class Sweeper:
     async def _reopen_pools_if_changed(self) -> None:
         if not self.engine.pools_ready():
             raise PassInterrupted("the engine has released its KV memory")
-        if not self.backends.current:
+        if self.engine.pools_generation != self.backends.generation:
             logger.info("the engine re-allocated its KV memory: reading its pools again, all fingerprints dropped")
             self.confirmer.cases = {}
             await self.backends.close()  # their memory goes before that of the new ones is asked for

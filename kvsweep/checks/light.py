@@ -36,7 +36,7 @@ from kvsweep.engine import Engine, PassInterrupted
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Spans
 from kvsweep.tree.journal import Freed
-from kvsweep.verify.device import Device, capture_lock, side_stream
+from kvsweep.verify.device import Device, capture_lock, side_stream, try_turn
 
 RETRY = 0.0005  # seconds that the GPU is given before it is asked again
 CHECKS = ("free_in_tree", "duplicate_owner", "out_of_range", "accounting", "swa_map", "page", "lock")
@@ -275,10 +275,10 @@ class LightPass:
                 confirmed += [s for s in standing if all(fact.holds(now) for fact in s.facts if fact.late)]
         return confirmed
 
-    def _names(self, suspects: Sequence[Suspect]) -> dict[int, str]:
-        nodes = {id(owner.node): owner.node for suspect in suspects for owner in suspect.owners}
+    def _names(self, suspects: Sequence[Suspect]) -> dict[Any, str]:
+        nodes = {owner.node for suspect in suspects for owner in suspect.owners} - {None}
         with self._engine.gate.held():
-            return {key: self._engine.tree.node_name(node) for key, node in nodes.items() if node is not None}
+            return {node: self._engine.tree.node_name(node) for node in nodes}
 
     # ---- the journal ----
 
@@ -348,13 +348,9 @@ class SideStream:
     @contextmanager
     def turn(self) -> Iterator[bool]:
         """As `use`, but gives False instead of waiting: then the GPU must be left alone."""
-        if self._device is None:
-            yield True
-        elif not capture_lock.acquire(blocking=False):
-            yield False
-        else:
-            try:
+        with try_turn() as mine:
+            if mine and self._device is not None:
                 with self._device.current():
                     yield True
-            finally:
-                capture_lock.release()
+            else:
+                yield mine

@@ -253,20 +253,20 @@ SAYS = {
 
 def candidates(
     confirmed: Iterable[Suspect],
-    node_name: Mapping[int, str],
+    node_name: Mapping[Any, str],
     sizes: Mapping[str, Mapping[str, int]],
     seen: Mapping[tuple[str, str], int],
 ) -> list[Candidate]:
     """Group confirmed suspects by kind, pool and owners.
 
     Args:
-        node_name: id(node) -> name, for every node of the suspects.
+        node_name: node -> name, for every node of the suspects.
         sizes: for each pool, ``total``, ``free``, ``tree``, ``requests`` in slots.
         seen: (kind, pool) -> slots with that fault, before any were left out.
     """
     groups: dict[Hashable, list[Suspect]] = {}
     for suspect in confirmed:
-        who = tuple((id(owner.node), owner.request_id) for owner in suspect.owners)
+        who = tuple((owner.node, owner.request_id) for owner in suspect.owners)
         groups.setdefault((suspect.check, suspect.kind, suspect.pool, who), []).append(suspect)
     found = [_candidate(group, node_name, sizes, seen) for group in groups.values()]
     return sorted(found, key=lambda candidate: (candidate.check, candidate.pool, candidate.slots))
@@ -274,14 +274,14 @@ def candidates(
 
 def _candidate(
     group: list[Suspect],
-    node_name: Mapping[int, str],
+    node_name: Mapping[Any, str],
     sizes: Mapping[str, Mapping[str, int]],
     seen: Mapping[tuple[str, str], int],
 ) -> Candidate:
     group = sorted(group, key=lambda suspect: (suspect.slot is None, suspect.slot))
     first = group[0]
     nodes = tuple(owner.node for owner in first.owners if owner.node is not None)
-    names = [node_name[id(node)] for node in nodes]
+    names = [node_name[node] for node in nodes]
     requests = [owner.request_id for owner in first.owners if owner.request_id is not None]
     slots = tuple(
         slot

@@ -27,7 +27,7 @@ class Cursor(Protocol):
 
 
 class PrefixTree(Protocol):
-    """The radix tree of an engine. Nodes are opaque to kvsweep; they must be hashable by identity."""
+    """The radix tree of an engine. Nodes are opaque to kvsweep: hashable, and each equal only to itself."""
 
     @property
     def generation(self) -> int:

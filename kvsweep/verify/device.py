@@ -129,6 +129,17 @@ class CudaDevice:
         return bool(token.query())  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def try_turn() -> Iterator[bool]:
+    """False instead of waiting where a graph is being captured: then the GPU must be left alone."""
+    mine = capture_lock.acquire(blocking=False)
+    try:
+        yield mine
+    finally:
+        if mine:
+            capture_lock.release()
+
+
 def _green_stream(device: torch.device, sms: int, all_sms: int) -> torch.cuda.Stream:
     """A stream whose kernels run on `sms` SMs only."""
     if not 1 <= sms <= all_sms:

@@ -126,25 +126,24 @@ class SGLangEngine:
         Raises:
             UnsupportedSGLang: if a method is missing; nothing stays wrapped then.
         """
-        self._forget_what_was_missed()
+        earlier = list(self.tree.loading)
+        if self.tree.broken is not None:  # begin anew
+            self.tree.reset()
+            self.tree.broken = None
         try:
             journal_frees(self._patches, self._leaf_allocators, self.journal)
             self._follow_tree()
             if self._scheduler is not None:
                 self._follow_scheduler()
+            for anchor in earlier:  # nobody told of loads that ended while nothing was hooked
+                if anchor not in getattr(self._cache, "ongoing_load_back", ()):
+                    self.tree.loading.end(anchor)
         except BaseException:
             self.detach()
             raise
 
     def detach(self) -> None:
         self._patches.restore()
-
-    def _forget_what_was_missed(self) -> None:
-        """Between `detach` and `attach` nobody told of loads that ended; and what was broken begins anew."""
-        self.tree.loading.clear(keep=getattr(self._cache, "ongoing_load_back", ()))
-        if self.tree.broken is not None:
-            self.tree.reset()
-            self.tree.broken = None
 
     def _follow_tree(self) -> None:
         tree, wrap = self.tree, self._patches.wrap

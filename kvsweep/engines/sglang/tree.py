@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,10 +87,13 @@ class Loading:
         self._loads.pop(anchor, None)
         self._born.pop(anchor, None)
 
-    def clear(self, keep: Container[int] = ()) -> None:
-        """End all loads but those of the anchors to `keep`."""
-        for anchor in [anchor for anchor in self._loads if anchor not in keep]:
-            self.end(anchor)
+    def clear(self) -> None:
+        self._loads.clear()
+        self._born.clear()
+
+    def __iter__(self) -> Iterator[int]:
+        """The anchors of the loads under way."""
+        return iter(self._loads)
 
     def __contains__(self, node_id: int) -> bool:
         if not self._loads:
