@@ -28,7 +28,7 @@ from kvsweep.tree import FreeJournal
 from kvsweep.tree.journal import Freed
 from kvsweep.verify import Verifier
 from kvsweep.verify.cpu import CpuVerifier
-from kvsweep.verify.device import DeviceFailed
+from kvsweep.verify.device import DeviceFailed, pause_for_capture
 
 PROMPT = list(range(8))
 
@@ -567,6 +567,33 @@ def test_i5_a_pool_gone_bad_fills_no_memory(world: Callable[..., World]) -> None
     assert w.findings.confirmed > MAX_CASES
     assert len(w.sweeper.confirmer.cases) == MAX_CASES
     assert all(len(case.chunk) == 1 and len(case.spans) == 1 for case in w.sweeper.confirmer.cases.values())
+
+
+def test_i4_a_second_look_waits_for_a_capture_without_the_gate(world: Callable[..., World]) -> None:
+    """I4: while a graph is captured nothing is read off the tree's tensors, and the gate is free for who captures."""
+    w = world()
+    w.cache(PROMPT)
+    slot = slots_of(sealed(w), PROMPT)[1]
+    w.plant("full", slot, "bytes")
+    captures, captured = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with pause_for_capture():
+            captures.set()
+            captured.wait(60.0)
+
+    other = threading.Thread(target=capture)
+    other.start()
+    assert captures.wait(60.0)
+    w.step_to_read(1)
+    for _ in range(20):
+        assert w.step() is None and not w.confirmations
+        assert w.engine.gate._acquire(False)
+        w.engine.gate._release()
+    captured.set()
+    other.join()
+    w.sweep()
+    assert {finding.slot for finding in w.confirmations} == {slot}
 
 
 # ---- I6 Honest -------------------------------------------------------------------------------------------------
