@@ -41,20 +41,25 @@ PROMPTS = SLOTS // NODE // DEEP
 WARM_UP = 2000  # iterations until as many nodes go as come
 
 
-def build(core: str) -> Cache:
-    """2,500 prompts of 8 nodes, each extending the one before; hooked meanwhile: the Rust core's mirror learns nodes
-    as they come."""
+def empty(core: str, slots: int) -> Cache:
+    """A prefix cache of so many slots."""
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    pool = mha_pool(SLOTS + FREE, layers=1)
-    allocator = plain_allocator(pool, SLOTS + FREE)
+    pool = mha_pool(slots, layers=1)
+    allocator = plain_allocator(pool, slots)
     table = ReqToTokenPool(size=8, max_context_len=4096, device="cpu", enable_memory_saver=False)
     params = CacheInitParams(disable=False, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=1,
                              tree_components=(ComponentType.FULL,), tree_core_backend=core)  # fmt: skip
-    cache = Cache(UnifiedRadixCache(params), allocator, 1, False)
+    return Cache(UnifiedRadixCache(params), allocator, 1, False)
+
+
+def build(core: str) -> Cache:
+    """2,500 prompts of 8 nodes, each extending the one before; hooked meanwhile: the Rust core's mirror learns nodes
+    as they come."""
+    cache = empty(core, SLOTS + FREE)
     cache.engine.attach()
     for prompt in range(PROMPTS):
         tokens = [prompt * 1000 + i for i in range(DEEP * NODE)]
@@ -144,6 +149,20 @@ def run(core: str, iterations: int, *, hooked: bool) -> tuple[Cache, Timed]:
     return cache, timed
 
 
+def deep(core: str, *, hooked: bool) -> float:
+    """Milliseconds of CPU, at the median, of an insert below a chain of 10,000 nodes."""
+    cache, tokens, timed = empty(core, 24_000), list(range(20_000)), Timed()
+    if hooked:
+        cache.engine.attach()
+    cache.insert(tokens)
+    for depth in range(19_998, 0, -2):  # each match splits what is left of the front
+        cache.match(tokens[:depth])
+    for new in range(50):
+        timed.call("insert", cache.insert, [*tokens, 1 << 20, new])
+    cache.engine.detach()
+    return sorted(timed.times["insert"])[25]
+
+
 def slices(cache: Cache) -> Timed:
     """Each 100 us slice of one walk: what a hold of the gate costs where nobody preempts it."""
     from kvsweep.tree import Spans
@@ -167,6 +186,8 @@ def main(core: str = "rust", iterations: str = "3000", intensity: str = "normal"
     del cache
     cache, hooked = run(core, count, hooked=True)
     hooked.show("the same with kvsweep's hooks, ms of CPU")
+    print(f"insert below a chain of 10,000 nodes: {deep(core, hooked=False):.1f} ms alone, "
+          f"{deep(core, hooked=True):.1f} with kvsweep's hooks")  # fmt: skip
     if core == "rust":
         begin = time.perf_counter()
         cache.core.walk_for_kv_canary(False, False)
