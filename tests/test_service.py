@@ -137,7 +137,7 @@ def test_start_and_stop_leave_nothing_behind() -> None:
     for round_number in range(6):
         assert service.start() and service.start()
         assert watched.allocator.full.free != original
-        assert get(service, "/healthz").status_code == 200
+        eventually(lambda: get(service, "/healthz").status_code == 200, "healthy")  # a slow start misses its target
         wait_passes(service, 1)
         port = service.port
         service.stop()
@@ -167,7 +167,7 @@ def test_a_restart_counts_nothing_twice(running: Callable[..., Service]) -> None
 def test_ready_and_healthy_and_covered(running: Callable[..., Service]) -> None:
     """I6: ready after the first full pass; then everything resident is fingerprinted and verified."""
     service = running()
-    assert get(service, "/healthz").status_code == 200
+    eventually(lambda: get(service, "/healthz").status_code == 200, "healthy")
     eventually(lambda: get(service, "/readyz").status_code == 200, "ready")
     wait_passes(service, 3)
     (pool,) = service.status()["coverage"]["pools"]
@@ -533,7 +533,7 @@ def test_a_taken_port_is_a_stopped_sweeper(running: Callable[..., Service], capl
         assert "free" not in vars(service.engine.allocator.full)
     service.stop()
     assert service.start() and service.port == port
-    assert get(service, "/healthz").status_code == 200
+    eventually(lambda: get(service, "/healthz").status_code == 200, "healthy")
 
 
 SCRIPT = """
