@@ -141,7 +141,10 @@ class Backends:
         """While nothing runs: what piles up there is objects that Python's collector goes through, in the scheduler's
         thread, and enough of them are an overflow."""
         if len(self._engine.journal) and self.current:
-            with suppress(PassInterrupted):  # released just now: `drain` has forgotten everything
+            with (
+                self._stages("settle"),
+                suppress(PassInterrupted),
+            ):  # released just now: all is forgotten
                 self.drain()
 
     async def settle(self, plan: Plan, verdict: Verdict, pass_number: int, *, seal: bool) -> Settled:

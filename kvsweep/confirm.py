@@ -15,10 +15,9 @@ from kvsweep.pacing import Pacer
 from kvsweep.plan import Plan
 from kvsweep.publish import Publisher
 from kvsweep.verify import Suspect
-from kvsweep.verify.device import try_turn
+from kvsweep.verify.device import RETRY, try_turn
 from kvsweep.watchdog import Stages
 
-RETRY = 0.0005  # seconds that a graph capture is given before a turn is asked for again
 MAX_CASES = 1000  # findings that `recheck` can read again; each keeps one row of a plan
 
 

@@ -11,12 +11,12 @@ import torch
 from cuda_support import EngineStream, PaperDevice
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvsweep.checks.light import RETRY, LightPass, LightReport, SideStream
+from kvsweep.checks.light import LightPass, LightReport, SideStream
 from kvsweep.checks.suspects import Suspect
 from kvsweep.engines.embedded import EmbeddedEngine, ModelConfig
 from kvsweep.engines.embedded.tree import Key, Node
 from kvsweep.tree.journal import Freed
-from kvsweep.verify.device import pause_for_capture
+from kvsweep.verify.device import RETRY, pause_for_capture
 
 
 class PaperPass(LightPass):

@@ -36,9 +36,8 @@ from kvsweep.engine import Engine, PassInterrupted
 from kvsweep.pool import KVPool, PoolKind
 from kvsweep.tree import Spans
 from kvsweep.tree.journal import Freed
-from kvsweep.verify.device import Device, capture_lock, side_stream, try_turn
+from kvsweep.verify.device import RETRY, Device, capture_lock, side_stream, try_turn
 
-RETRY = 0.0005  # seconds that the GPU is given before it is asked again
 CHECKS = ("free_in_tree", "duplicate_owner", "out_of_range", "accounting", "swa_map", "page", "lock")
 
 

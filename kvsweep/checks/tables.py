@@ -89,7 +89,7 @@ def mark_freed(freed: Mapping[str, torch.Tensor], entries: Sequence[Freed]) -> N
         for slots, page_size in joined(entry for entry in entries if entry.pool in ("*", name)):
             if slots is None:
                 mask.fill_(True)
-                break
+                continue
             slots = slots if page_size == 1 else slots_of_pages(slots, page_size)
             slots = slots.reshape(-1).to(mask.device, torch.int64)
             mask.index_fill_(0, slots[(slots >= 0) & (slots < mask.numel())], True)

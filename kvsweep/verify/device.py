@@ -129,6 +129,9 @@ class CudaDevice:
         return bool(token.query())  # type: ignore[no-untyped-call]
 
 
+RETRY = 0.0005  # seconds that the GPU, or a graph capture, is given before it is asked again
+
+
 @contextmanager
 def try_turn() -> Iterator[bool]:
     """False instead of waiting where a graph is being captured: then the GPU must be left alone."""

@@ -163,6 +163,18 @@ def deep(core: str, *, hooked: bool) -> float:
     return sorted(timed.times["insert"])[25]
 
 
+def mirror_bytes(cache: Cache) -> tuple[float, float]:
+    """(bytes a token of the arrays of tokens, bytes a node of all else) in the mirror of the Rust core."""
+    mirror: Any = cache.engine.tree.reader
+    arrays = {id(raw if raw.base is None else raw.base): raw if raw.base is None else raw.base
+              for raw in mirror._raw.values()}  # fmt: skip
+    tables = (mirror._parents, mirror._raw, mirror._children, mirror._by_name, mirror._namespaces, mirror._gone)
+    kept = (*mirror._parents, *mirror._children.values(), *mirror._by_name, *mirror._namespaces.values())
+    besides = sum(map(sys.getsizeof, (*tables, *kept))) + 112 * len(mirror._raw)  # an array's own object
+    tokens = sum(len(raw) for raw in mirror._raw.values())
+    return sum(array.nbytes for array in arrays.values()) / tokens, besides / len(mirror._raw)
+
+
 def slices(cache: Cache) -> Timed:
     """Each 100 us slice of one walk: what a hold of the gate costs where nobody preempts it."""
     from kvsweep.tree import Spans
@@ -189,6 +201,7 @@ def main(core: str = "rust", iterations: str = "3000", intensity: str = "normal"
     print(f"insert below a chain of 10,000 nodes: {deep(core, hooked=False):.1f} ms alone, "
           f"{deep(core, hooked=True):.1f} with kvsweep's hooks")  # fmt: skip
     if core == "rust":
+        print("kvsweep's mirror: {:.1f} B a token, {:.0f} B a node besides".format(*mirror_bytes(cache)))
         begin = time.perf_counter()
         cache.core.walk_for_kv_canary(False, False)
         print(f"SGLang's own whole-tree walk: {(time.perf_counter() - begin) * 1000:.1f} ms")

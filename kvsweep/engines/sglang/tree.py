@@ -185,10 +185,9 @@ class NodeTree:
         """See kvsweep.tree.PrefixTree. Fewer tokens if that part of the path is gone."""
         reader, parts = self.reader, [np.empty(0, dtype=np.int64)]
         namespace = reader.namespace(node)
-        above = node
-        while above is not None:
-            parts.append(reader.tokens(reader.key(above)))
-            above = reader.parent(above)
+        while node is not None:
+            parts.append(reader.tokens(reader.key(node)))
+            node = reader.parent(node)
         return namespace, np.concatenate(parts[::-1])[: position + 1]
 
     def node_name(self, node: Any) -> str:
